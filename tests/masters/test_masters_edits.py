@@ -4,6 +4,7 @@ In: sessions over masters. Out: masters that follow an edit, and say so; no word
 ordinary training; runs that go on to the bit.
 """
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -59,6 +60,26 @@ def test_masters_follow(
     changed = session.weights()
     for name, value in found.items():
         assert torch.equal(changed[name].to(value.dtype), value), name
+
+
+@cases.every_form
+@cases.both_ways
+@pytest.mark.parametrize("release", [True, False])
+def test_masters_follow_assigned_data(
+    form: str, *, kernel: bool, release: bool
+) -> None:
+    """Law: `p.data = ...` between steps is followed; compact forms lose no bits."""
+    session = cases.trained(form, optimizer_in_backward=release, kernel=kernel)
+    session.optimizer.param_groups[0]["lr"] = 0.0
+    params = [*session.model.linear.parameters()]
+    before = torch.nn.utils.parameters_to_vector(params)
+    torch.nn.utils.vector_to_parameters(before / 2, params)
+    told = pytest.warns(UserWarning, match=TOLD)
+    with told if form == "fp32" else contextlib.nullcontext():
+        cases.go(session, cases.slopes_of(session.model, 1))
+    after = torch.nn.utils.parameters_to_vector(params)
+    # At powers of two the old compensation exceeds half an ulp of the number below.
+    torch.testing.assert_close(after, before / 2, rtol=2.0**-8, atol=0.0)
 
 
 @pytest.mark.parametrize("release", [True, False])

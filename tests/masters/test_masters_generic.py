@@ -6,6 +6,7 @@ In: masters over them, in every form. Out: the weights of a plain fp32 loop.
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import master_cases as cases
@@ -15,6 +16,7 @@ from master_cases import Make
 from small_training import same
 from torch import nn
 
+from halfstep.errors import UserError
 from halfstep.masters import MasterWeights, generic_step
 from halfstep.session.session import Session
 
@@ -39,6 +41,63 @@ class Counting(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     param.sub_(param.grad, alpha=group["lr"] / group["count"])
+
+
+class Vector(torch.optim.Optimizer):
+    """SGD over all parameters as one vector, as in natural-gradient methods."""
+
+    def __init__(self, params: Any, *, in_place: bool = False) -> None:
+        super().__init__(params, {"in_place": in_place})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            params: list[nn.Parameter] = group["params"]
+            slopes = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            values = [
+                p.mul(1 - 2**-6).sub_(s, alpha=2**-6)
+                for p, s in zip(params, slopes, strict=True)
+            ]
+            if group["in_place"]:
+                for param, value in zip(params, values, strict=True):
+                    param.copy_(value)
+            else:
+                vector = torch.cat([value.flatten() for value in values])
+                nn.utils.vector_to_parameters(vector, params)
+
+
+class Difference(torch.optim.Optimizer):
+    """Steps along 2g - last g; keeps the last gradient by reference, as Adan does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.last: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        del closure
+        for param in chain(*(group["params"] for group in self.param_groups)):
+            if param.grad is not None:
+                last = self.last.get(param, param.grad)
+                param.sub_(2 * param.grad - last, alpha=0.5)
+                self.last[param] = param.grad
+
+
+class Stopping(Counting):
+    """Raises after the update of two parameters, once `stops` is set."""
+
+    stops = False
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        if self.stops:
+            self.param_groups[0]["params"] = params[:2]
+        super().step(closure)
+        if self.stops:
+            self.param_groups[0]["params"] = params
+            raise KeyboardInterrupt
 
 
 def follow(
@@ -66,6 +125,101 @@ def test_a_counter_of_each_group(form: str) -> None:
     assert session.optimizer.param_groups[0]["count"] == 4
     if form in cases.FORMS[:2]:
         assert_same(session, twin)
+
+
+@cases.every_form
+def test_data_that_is_assigned(form: str) -> None:
+    """Law: `p.data = ...` in a step is an update as one in place, to the bit.
+
+    Weights without a gradient, which decay here, are updated too.
+    """
+    assigned, _ = follow(Vector, form)
+    in_place, _ = follow(partial(Vector, in_place=True), form)
+    assert same(cases.everything(assigned), cases.everything(in_place))
+    if form in cases.FORMS[:2]:
+        assert_same(*follow(Vector, form))
+
+
+@every_exact
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_gradient_that_is_kept(form: str, accumulate: int) -> None:
+    """Law: a gradient that an optimizer refers to is not written to after its step."""
+    session = cases.start(Difference, form, accumulate=accumulate)
+    twin = cases.Twin(Difference, session)
+    seen = cases.Watched(session.model)
+    for number in range(4):
+        slopes = [cases.slopes_of(session.model, number + i) for i in range(accumulate)]
+        cases.go(session, *slopes)
+        twin.step(seen.seen)
+        seen.clear()
+        assert_same(session, twin)
+
+
+@cases.every_form
+def test_a_step_that_raises_before_it_begins(form: str) -> None:
+    """Law: it changes no bit, and nobody's writes are warned of."""
+    session, undisturbed = cases.trained(form), cases.trained(form)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = cases.everything(session)
+    hook = session.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        cases.go(session, cases.slopes_of(session.model, 2))
+    hook.remove()
+    assert same(cases.everything(session), before)
+    session.zero_grad()
+    for each in (session, undisturbed):
+        cases.go(each, cases.slopes_of(each.model, 2))  # warnings are errors
+    assert same(cases.everything(session), cases.everything(undisturbed))
+
+
+@cases.every_form
+def test_a_step_that_raises_half_way(form: str) -> None:
+    """Law: what it has updated is kept as a full step would; the rest has its bits."""
+    session, full = (cases.start(Stopping, form) for _ in range(2))
+    for each in (session, full):
+        cases.go(each, cases.slopes_of(each.model, 1))
+    before, slopes = cases.everything(session), cases.slopes_of(session.model, 2)
+    session.optimizer.stops = True  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        cases.go(session, slopes)
+    cases.go(full, slopes)
+    after, complete = cases.everything(session), cases.everything(full)
+    for part in range(2):  # weights, residuals
+        assert same(after[part][:2], complete[part][:2])
+        assert same(after[part][2:], before[part][2:])
+    assert not same(after[0][:2], before[0][:2])
+    session.optimizer.stops = False  # type: ignore[attr-defined]
+    session.zero_grad()
+    cases.go(session, slopes)  # without a warning, which is an error
+
+
+@cases.every_form
+def test_a_group_that_raises(form: str) -> None:
+    """Law: the groups that a kernel has updated before it keep their update."""
+    sessions = []
+    for _ in range(2):
+        model = cases.Mixed()
+        groups = [{"params": each.parameters()} for each in (model.linear, model.conv)]
+        sessions.append(cases.prepare(model, cases.ADAMW(groups), master=form))
+        cases.go(sessions[-1], cases.slopes_of(model, 1))
+    session, full = sessions
+    slopes = cases.slopes_of(session.model, 2)
+    bias = session.optimizer.param_groups[1]["params"][1]
+    state = session.optimizer.state[bias]
+    session.optimizer.state[bias] = state | {"exp_avg": torch.zeros(7)}
+    with pytest.raises((RuntimeError, UserError)):
+        cases.go(session, slopes)
+    session.optimizer.state[bias] = state
+    cases.go(full, slopes)
+    before = session.weights()
+    for name in ("linear.weight", "linear.bias"):
+        assert torch.equal(before[name], full.weights()[name])
+    session.zero_grad()
+    session.optimizer.param_groups[0]["lr"] = 0.0
+    cases.go(session, slopes)  # without a warning, which is an error
 
 
 @cases.every_form

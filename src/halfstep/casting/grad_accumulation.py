@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from halfstep._torch.storage_references import is_shared
 from halfstep.numerics.accumulate import add_
 from halfstep.numerics.formats import is_low
 
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
-
-
-_OWN_REFS = 2
-"""Use count of an unshared storage: the buffer, and the caller that counts."""
 
 
 class Fp32GradAccumulator:
@@ -75,13 +72,7 @@ class Fp32GradAccumulator:
             weight.grad = gradient.to(weight.dtype)
             return True
         buffer = self._buffers.get(weight)
-        if buffer is None or buffer.shape != weight.shape or _is_shared(buffer):
+        if buffer is None or buffer.shape != weight.shape or is_shared(buffer):
             buffer = self._buffers[weight] = torch.empty_like(weight)
         weight.grad = buffer.copy_(gradient).detach()
         return True
-
-
-def _is_shared(buffer: Tensor) -> bool:
-    """Return whether another tensor uses the memory: a gradient that the user keeps."""
-    storage = buffer.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > _OWN_REFS  # noqa: SLF001

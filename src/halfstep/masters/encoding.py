@@ -125,7 +125,7 @@ class MasterParam:
     dtype: torch.dtype
     """Dtype of the weight when it got its master."""
     grad_buffer: Tensor | None = None
-    """fp32 memory for the gradient sum, reused from step to step."""
+    """fp32 memory for the gradient sum on a CPU, reused if no other tensor uses it."""
 
     def check(self) -> None:
         """Reject a weight whose dtype was changed."""
@@ -136,12 +136,14 @@ class MasterParam:
                 "leave the model's dtype alone, and export session.weights()."
             )
 
-    def decode_(self, encoding: MasterEncoding, fp32: Tensor) -> None:
-        """Decode the fp32 values into `fp32`."""
+    def decoded(self, encoding: MasterEncoding) -> Tensor:
+        """Return the fp32 values, in new memory."""
         self.check()
+        fp32 = torch.empty_like(self.weight, dtype=torch.float32)
         tensors = fp32, self.weight.detach(), self.residual
         for _, (part, weight, residual) in _in_parts(*tensors):
             encoding.decode_(weight, residual, part)
+        return fp32
 
     def encode_(self, encoding: MasterEncoding, fp32: Tensor, rng: RoundingRng) -> None:
         """Encode the values of `fp32` into weight and residual."""
@@ -166,18 +168,20 @@ class MasterParam:
         if residual.dtype == torch.float32:
             self.master.data = self.residual
 
-    def follow_weight(self, encoding: MasterEncoding, rng: RoundingRng) -> None:
+    def follow_weight(self, encoding: MasterEncoding, rng: RoundingRng) -> int:
         """Reset what does not belong to the weight, if `.data` may have been written.
 
-        Of a compact encoding that is a compensation term beyond half an ulp.
+        Of a compact encoding that is a compensation term beyond half an ulp. Return how
+        many elements of an fp32 master changed.
         """
         if not encoding.is_compact:
-            self.reset_from_weight(encoding, rng)
-        elif self.residual is not None and self.residual.dtype == torch.bfloat16:
+            return self.reset_from_weight(encoding, rng)
+        if self.residual is not None and self.residual.dtype == torch.bfloat16:
             weight = self.weight.detach().float()
             half_ulp = torch.exp2(torch.frexp(weight).exponent.float() - 9)  # 8 digits
             beyond = self.residual.float().abs() > half_ulp * weight.ne(0)
             self.residual.masked_fill_(beyond, 0)
+        return 0
 
     def reset_from_weight(self, encoding: MasterEncoding, rng: RoundingRng) -> int:
         """Reset the master from the weight; return how many elements changed."""
@@ -187,10 +191,12 @@ class MasterParam:
             # The residual belongs to the old weights; which changed is unknown.
             self.encode_(encoding, wide, rng)
             return 0 if self.residual is None else wide.numel()
-        low = self.master.detach().to(weight.dtype)
+        low = self.master.detach().to(weight.device, weight.dtype)  # it may have moved
         differs = low.view(torch.int16) != weight.view(torch.int16)
-        self.master.copy_(torch.where(differs, wide, self.master))
-        return int(differs.sum())
+        count = int(differs.sum())
+        if count:
+            self.master.copy_(torch.where(differs, wide, self.master.to(wide.device)))
+        return count
 
 
 # A further encoding needs two codecs in `bf16_codecs` and the choice of them above, a

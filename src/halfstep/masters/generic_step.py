@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +55,13 @@ def step(
             for group, params in zip(groups, piece, strict=True):
                 group["params"] = params
             optimizer.param_groups = [group for group in groups if group["params"]]
-            piece_params = [param_of[p] for ps in piece for p in ps if p in param_of]
+            # Others' optimizers may also change parameters without a gradient.
+            piece_params = [
+                param_of[p]
+                for p in dict.fromkeys(chain(*piece))
+                if p in param_of
+                and (p.grad is not None or (p.requires_grad and not in_pieces))
+            ]
             _step_piece(optimizer, piece_params, encoding, rng)
     finally:
         optimizer.param_groups = groups
@@ -88,21 +95,33 @@ def _step_piece(
     encoding: MasterEncoding,
     rng: RoundingRng,
 ) -> None:
-    """Decode master weights, step the optimizer, and encode them again."""
-    updated = [p for p in master_params if p.master.grad is not None]
-    fp32_values = [torch.empty_like(p.weight, dtype=torch.float32) for p in updated]
-    for param, fp32 in zip(updated, fp32_values, strict=True):
-        param.decode_(encoding, fp32)
+    """Decode master weights, step the optimizer, and encode them again.
+
+    If the step raises, values that it has not changed keep their bits.
+    """
+    with_grad = {id(p) for p in master_params if p.master.grad is not None}
+    for param in master_params:
+        fp32 = param.decoded(encoding)
         param.master.data = fp32
         for state, key, moment in _moments(optimizer, param.master, fp32.shape):
             state[key] = moment.float()
+    has_stepped = False
     try:
         optimizer.step()
+        has_stepped = True
     finally:
-        for param, fp32 in zip(updated, fp32_values, strict=True):
-            param.encode_(encoding, fp32, rng)
+        for param in master_params:
+            # Not the tensor from above: optimizers may assign another to `.data`.
+            fp32 = param.master.detach().float()
+            is_updated = has_stepped and id(param) in with_grad
+            if is_updated or not _same_bits(fp32, param.decoded(encoding)):
+                param.encode_(encoding, fp32, rng)
             param.master.data = nan_placeholder(param.weight)
             narrow_states(optimizer, param, encoding, rng)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def _moments(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from functools import partial, wraps
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from halfstep._torch import async_read, optimizer_hooks
 from halfstep._torch.optimizer_params import params_of
+from halfstep._torch.storage_references import is_shared
 from halfstep.errors import UserError, warn_caller
 from halfstep.masters import (
     cpu_kernels,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch.optim import Optimizer
+
+_weight, _version = map(attrgetter, ("weight", "_version"))
 
 
 class MasterWeights:
@@ -106,7 +109,9 @@ class MasterWeights:
         self._fused_step: FusedStep | None = None
         self.stepping = False
         """Whether this class is calling `optimizer.step`."""
-        self._versions: dict[Tensor, int] = {}
+        self._synced: dict[Tensor, tuple[int, int]] = {}
+        """Master weight -> version counter and address of its weight, when the two
+        matched."""
         self._warned_of_writes = False
         self._checksums: tuple[list[object], Tensor] | None = None
         """Layouts of the weights, and sums of their bits, after the last update."""
@@ -220,9 +225,7 @@ class MasterWeights:
         master_param = self.master_params.get(param)
         if master_param is None or not self.encoding.is_compact:
             return param.detach()
-        wide = torch.empty_like(master_param.weight, dtype=torch.float32)
-        master_param.decode_(self.encoding, wide)
-        return wide
+        return master_param.decoded(self.encoding)
 
     @torch.no_grad()
     def set_fp32_(
@@ -250,7 +253,7 @@ class MasterWeights:
         """Add the 16-bit gradients to those of the master weights, and free them.
 
         Called after each backward pass, this accumulates micro-batches in fp32. The
-        fp32 buffers are reused.
+        fp32 buffers are reused on a CPU, unless another tensor refers to their memory.
         """
         self.add_new_params()
         for master_param in self.master_params.values():
@@ -325,11 +328,15 @@ class MasterWeights:
             self._fused_step = FusedStep(self.kernel, *parts)
         if only is None:
             self.sync_before_update()
-        for group in self.optimizer.param_groups if only is None else only[:1]:
-            params = group["params"] if only is None else only[1:]
-            self._fused_step.update(
-                group, params, inverse=inverse, rng=self.rng, found_inf=found_inf
-            )
+        try:
+            for group in self.optimizer.param_groups if only is None else only[:1]:
+                params = group["params"] if only is None else only[1:]
+                self._fused_step.update(
+                    group, params, inverse=inverse, rng=self.rng, found_inf=found_inf
+                )
+        except BaseException:
+            self.mark_synced()  # earlier groups have been updated
+            raise
         # Learning-rate schedulers check this flag, which torch's own step sets.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         if only is None:
@@ -403,22 +410,33 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def own_step(self) -> Iterator[None]:
-        """Mark a step as made by this class instead of by the caller."""
+        """Mark a step as made by this class instead of by the caller.
+
+        If it raises, updates that were made until then stay.
+        """
         self.stepping = True
         try:
             yield
+        except BaseException:
+            self._copy_back()
+            self.mark_synced()  # or these writes would count as the caller's
+            raise
         finally:
             self.stepping = False
 
     @torch.no_grad()
     def publish(self) -> None:
         """Copy fp32 master weights back to the model weights."""
+        self._copy_back()
+        self.advance_rng()
+
+    @torch.no_grad()
+    def _copy_back(self) -> None:
         if self.master_params and not self.encoding.is_compact:
             # Not those of weights that left the optimizer: nobody updates them.
             masters = [p for p in params_of(self.optimizer) if p in self.master_params]
             weights: list[Tensor] = [self.master_params[p].weight for p in masters]
             torch._foreach_copy_(weights, masters)
-        self.advance_rng()
 
     def advance_rng(self) -> None:
         """Advance the RNG of stochastic rounding by one step."""
@@ -446,24 +464,23 @@ class MasterWeights:
 
     def mark_synced(self) -> None:
         """Record that the model weights match the master weights now."""
-        self._versions = {
-            param: master_param.weight._version  # noqa: SLF001
-            for param, master_param in self.master_params.items()
-        }
+        self._synced = self._weight_versions()
         self._checksums = None
 
     def mark_param_synced(self, param: Tensor) -> None:
         """Record so for one parameter, which has just been updated alone."""
-        if param in self._versions:
-            self._versions[param] = self.model_param(param)._version  # noqa: SLF001
+        if param in self._synced:
+            weight = self.model_param(param)
+            self._synced[param] = _version(weight), weight.data_ptr()
 
     @torch.no_grad()
     def sync_external_writes(self) -> None:
         """Reset master weights whose model weights were changed outside the optimizer.
 
         `model.load_state_dict`, clamping or weight averaging change the model; without
-        the reset the next step would undo that. Writes through `.data` do not
-        increment the version counter: `sync_before_update` detects some.
+        the reset the next step would undo that. Neither `p.data = ...` nor writes
+        through `.data` increment the version counter: the former changes the address,
+        and `sync_before_update` detects some of the latter.
         """
         for master_param in self.master_params.values():
             if master_param.weight.dtype != master_param.dtype:
@@ -471,7 +488,12 @@ class MasterWeights:
         written = self._externally_written()
         if not written:
             return
-        changed = sum(p.reset_from_weight(self.encoding, self.rng) for p in written)
+        changed = 0
+        for param in written:
+            if self._synced[param.master][0] == _version(param.weight):
+                changed += param.follow_weight(self.encoding, self.rng)
+            else:
+                changed += param.reset_from_weight(self.encoding, self.rng)
         self.mark_synced()
         if changed and not self._warned_of_writes:
             # Once: programs that clamp their weights do so in each step.
@@ -534,13 +556,17 @@ class MasterWeights:
             layouts.append((bits.dtype, weight.stride(), weight.device))
         return layouts, torch.stack(sums)
 
+    def _weight_versions(self) -> dict[Tensor, tuple[int, int]]:
+        weights = [*map(_weight, self.master_params.values())]
+        marks = zip(map(_version, weights), map(Tensor.data_ptr, weights), strict=True)
+        return dict(zip(self.master_params, marks, strict=True))
+
     def _externally_written(self) -> list[MasterParam]:
         """Return the parameters whose weights were written since `mark_synced`."""
-        return [
-            master_param
-            for param, master_param in self.master_params.items()
-            if master_param.weight._version != self._versions[param]  # noqa: SLF001
-        ]
+        now, synced = self._weight_versions(), self._synced
+        if now == synced:
+            return []
+        return [p for m, p in self.master_params.items() if now[m] != synced[m]]
 
 
 class NoMasters(MasterWeights):
@@ -593,9 +619,13 @@ def _accumulate_(master_param: MasterParam) -> None:
             wide = wide + total if total.is_sparse else total + wide
         master_param.master.grad = wide
     elif total is None:
-        if master_param.grad_buffer is None:
-            master_param.grad_buffer = torch.empty_like(weight, dtype=torch.float32)
-        master_param.master.grad = master_param.grad_buffer.copy_(gradient).detach()
+        buffer = master_param.grad_buffer
+        # Optimizers may refer to the gradient of their last step, as Adan does.
+        if buffer is None or is_shared(buffer):
+            buffer = torch.empty_like(weight, dtype=torch.float32)
+        if weight.is_cpu:  # elsewhere the caching allocator makes new memory cheap
+            master_param.grad_buffer = buffer
+        master_param.master.grad = buffer.copy_(gradient).detach()
     elif (
         total.is_cpu
         and total.numel() >= _LARGE
