@@ -288,23 +288,6 @@ def test_forward_passes_without_gradients_in_a_window() -> None:
     session.step()
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_session_that_ends_with_micro_batches_pending(
-    number: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Law: what no step has used is logged when the session goes; nothing else is."""
-    session = build("O1 bf16", accumulate=2)
-    micro(session, *range(number))
-    del session
-    gc.collect()
-    message = (
-        "the session ended with 1 of 2 micro-batches pending: no step used their "
-        "gradients. session.flush() updates with those there are."
-    )
-    said = [record.getMessage() for record in caplog.records]
-    assert said == number % 2 * [message]
-
-
 @KINDS
 def test_gradients_cleared_between_micro_batches(kind: str) -> None:
     """Law: the habitual `optimizer.zero_grad()` at the top of the loop is told once."""
@@ -478,51 +461,22 @@ def test_a_loss_with_a_weight(factor: Tensor | float) -> None:
 
 
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, hs.GradScaler])
-@pytest.mark.parametrize("call", ["unscale_", "step", "update"])
-def test_a_call_of_a_scaler(
-    make: Callable[..., torch.amp.GradScaler], call: str
+def test_a_step_of_a_disabled_scaler(
+    make: Callable[..., torch.amp.GradScaler],
 ) -> None:
-    """Law: what is left of a scaler raises as in torch, with the line to delete."""
+    """Law: the error about `optimizer.step()` names the scaler that called it."""
     session = build("O1 fp16")
     session.backward(loss_of(session))
-    arguments = () if call == "update" else (session.optimizer,)
-    line = rf"scaler\.{call}\({'optimizer' if arguments else ''}\)"
-    words = rf"(?s)^Attempted {call} .* delete {line}:"
-    with pytest.raises(AssertionError, match=words):
-        getattr(make("cpu"), call)(*arguments)
-    if call == "step":
-        with pytest.raises(UserError, match=rf"^{line} was called .* session\.step"):
-            make("cpu", enabled=False).step(session.optimizer)
+    words = r"^scaler\.step\(optimizer\) was called .* session\.step"
+    with pytest.raises(UserError, match=words):
+        make("cpu", enabled=False).step(session.optimizer)
 
 
-@pytest.mark.parametrize(
-    ("kind", "of", "options"),
-    [
-        ("O2 bf16", "model", {"accumulate": 2}),
-        ("O2 fp16", "model", {"accumulate": 2}),
-        ("O2 bf16", "optimizer", {}),
-        ("O1 bf16", "model", {"on_overflow": "drop_microbatch"}),
-    ],
-)
-def test_clipping_without_the_gradients(
-    kind: str, of: str, options: dict[str, Any]
-) -> None:
-    """Law: where `.grad` is not the gradient, `clip_grad_norm_` raises."""
-    session = build(kind, **options)
-    session.backward(loss_of(session))
-    params = {
-        "model": list(session.model.parameters()),
-        "optimizer": adopted(session.optimizer),
-    }
-    with pytest.raises(UserError, match=r"^clip_grad_norm_\(\.\.\., 0\.5\) would miss"):
-        clip_grad_norm_(params[of], 0.5)
-    with pytest.raises(UserError, match=r"^clip_grad_norm_\(\[\], 0\.5\) would miss"):
-        clip_grad_norm_([], 0.5)  # those of the parameters that have a gradient
-    clip_grad_norm_(nn.Linear(2, 2).parameters(), 0.5)  # another model
-    session.step()
-    session.zero_grad()
-    clip_grad_norm_(params[of], 0.5)  # there is no gradient at all
-    clip_grad_norm_([], 0.5)
+def test_clipping_of_another_model() -> None:
+    """Law: a pending window changes no call of torch's for other models."""
+    session = build("O2 bf16", accumulate=2)
+    micro(session, 0)
+    assert clip_grad_norm_([], 1.0) == 0
 
 
 def test_gradients_of_a_plain_backward() -> None:

@@ -9,8 +9,6 @@ All shared patches:
 - `casting.recompute`: activation checkpointing recomputes segments under the policy of
   the forward pass;
 - `casting.active_context`: higher-order operators do not see its dispatch key;
-- `session.model_hooks`: while a session exists, `clip_grad_norm_` raises where it would
-  miss gradients, and errors of an unused `GradScaler` name the call to delete;
 - `diagnostics.step_numerics`: while `hs.diagnose` runs, it gets the loss passed to
   `torch.autograd.backward`;
 - `diagnostics.step_calls`: meanwhile, the calls of every GradScaler class and of

@@ -154,18 +154,6 @@ def updated_in_backward(*, excluded: str) -> UserError:
     )
 
 
-def clipped_outside(max_norm: float, *, is_empty: bool) -> UserError:
-    """Session: `clip_grad_norm_` while gradients are not in `.grad`."""
-    given, more = "...", ""
-    if is_empty:
-        given, more = "[]", " For another model, call it if the list is not empty."
-    return UserError(
-        f"clip_grad_norm_({given}, {max_norm}) would miss gradients: the session does "
-        "not store all of them in `.grad` of these parameters. Delete the call, and "
-        f"give halfstep.prepare(..., clip_grad_norm={max_norm}).{more}"
-    )
-
-
 def no_autocast(choice: str, *, low_weights: bool) -> str:
     """Session: the warning about a forward pass without its autocast context."""
     dtype = "the dtypes of the weights" if low_weights else "fp32"

@@ -1,8 +1,7 @@
 """Detects what is left of a training loop without a session, or with `torch.amp`.
 
 Hooks explain dtype errors of forward passes outside of autocast, warn of a `state_dict`
-without master weights, and raise or warn on a call of `optimizer.step()`. Patches of
-torch name the calls of a `GradScaler` and of `clip_grad_norm_` to delete.
+without master weights, and raise or warn on a call of `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import clip_grad
 
 from halfstep._torch import optimizer_hooks
 from halfstep._torch.optimizer_params import first_gradient
-from halfstep._torch.patches import AttributePatch, SharedPatches
 from halfstep.casting.convert_model import DtypeErrorHook, called_modules
 from halfstep.errors import UserError, warn_caller
 from halfstep.nonfinite.graph import saved_value
@@ -31,15 +28,12 @@ from halfstep.scaling import grad_scaler
 from halfstep.session.chained_optimizer import optimizers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from types import FrameType
 
     from halfstep.machine.recommendation import Choice
     from halfstep.masters import MasterWeights
     from halfstep.scaling import LossScaler
     from halfstep.session.optimizer_step import AccumulationWindow
-
-    ClipCheck = Callable[[Sequence[Tensor], float], None]
 
 
 def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> None:
@@ -189,60 +183,3 @@ def _is_scale_of_grad_scaler(factor: Tensor | float | None) -> bool:
         or (isinstance(each, dict) and "_growth_tracker" in each)
         for each in gc.get_referrers(factor)
     )
-
-
-_clip_checks: list[weakref.WeakMethod[ClipCheck]] = []
-
-
-def watch_torch_calls(session: object, check_clip: ClipCheck) -> None:
-    """Patch the calls that a session replaces, as long as it exists."""
-    check = weakref.WeakMethod(check_clip)
-    _clip_checks.append(check)
-    _PATCHES.acquire()
-
-    def release() -> None:
-        _clip_checks.remove(check)
-        _PATCHES.release()
-
-    weakref.finalize(session, release).atexit = False
-
-
-def _naming_the_call(
-    original: Callable[[GradScaler, str], object],
-) -> Callable[[GradScaler, str], object]:
-    @functools.wraps(original)
-    def check(self: GradScaler, funcname: str) -> object:
-        try:
-            return original(self, funcname)
-        except AssertionError as error:
-            arguments = "" if funcname == "update" else "optimizer"
-            advice = (
-                f"If a halfstep session trains this model, delete scaler.{funcname}"
-                f"({arguments}): session.step() unscales, steps and updates the scale."
-            )
-            error.args = (f"{error}\n-> {advice}",)
-            raise
-
-    return check
-
-
-def _rejecting_clips(original: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(original)
-    def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> object:  # noqa: ANN401
-        if not torch.compiler.is_compiling():
-            is_one = isinstance(parameters, Tensor)
-            parameters = [parameters] if is_one else list(parameters)
-            for reference in tuple(_clip_checks):
-                check_clip = reference()
-                if check_clip is not None:
-                    check_clip(parameters, max_norm)
-        return original(parameters, max_norm, *args, **kwargs)
-
-    return clip
-
-
-_PATCHES = SharedPatches(
-    AttributePatch(GradScaler, "_check_scale_growth_tracker", _naming_the_call),
-    # Programs may have imported `clip_grad_norm_` itself, which calls this.
-    AttributePatch(clip_grad, "_clip_grads_with_norm_", _rejecting_clips),
-)

@@ -9,7 +9,6 @@ about unfinished windows.
 
 from __future__ import annotations
 
-import logging
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from halfstep.scaling.step_report import NonFiniteParam
 
 
-_logger = logging.getLogger(__name__)
 _IS_SPARSE = attrgetter("is_sparse")
 _PARAM, _GRAD = itemgetter(0), itemgetter(1)
 
@@ -380,14 +378,4 @@ class AccumulationWindow:
                 f"evaluation with {self.num_done} of {self.size} micro-batches "
                 "pending: the weights lack them. session.flush() updates with those "
                 "there are."
-            )
-
-    def log_pending(self) -> None:
-        """Log pending micro-batches, when the session is collected or Python exits."""
-        if self.num_done:
-            _logger.warning(
-                "the session ended with %d of %d micro-batches pending: no step used "
-                "their gradients. session.flush() updates with those there are.",
-                self.num_done,
-                self.size,
             )

@@ -7,7 +7,6 @@ the weights and returns a report: see `Session._update_weights`.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -163,12 +162,10 @@ class Session:
         self._num_attempted = 0
         self._num_skipped = torch.zeros((), device=self._device)
         self._window = AccumulationWindow(accumulate)
-        weakref.finalize(self, self._window.log_pending)
         model_hooks.check_external_steps(self._masters, self.scaler, self._window)
         self._grad_sync = GradientSync(self._masters, choice.format.dtype, accumulate)
         self._lr_schedule = LRSchedule(scheduler)
         self._running_stats = RunningStats(model) or None
-        model_hooks.watch_torch_calls(self, self._reject_clip)
 
     @contextlib.contextmanager
     def autocast(self, *, record: bool = False) -> Iterator[Autocast | PolicyAutocast]:
@@ -658,20 +655,6 @@ class Session:
         if self._running_stats is not None:
             self._running_stats.restore(found_inf)
         scaler.update(found_inf, report.culprits)
-
-    def _reject_clip(self, params: Sequence[Tensor], max_norm: float) -> None:
-        """Raise if `clip_grad_norm_` would miss gradients that are not in `.grad`."""
-        ids = {*map(id, params)}
-        pairs = self._masters.pairs
-        missed = {id(weight) for weight, master in pairs if master.grad is not None}
-        missed |= {id(master) for weight, master in pairs if weight.grad is not None}
-        if self._passes is not None and self._window.num_pending:
-            owned = chain(params_of(self.optimizer), self._unwrapped.parameters())
-            missed |= {*map(id, owned)}
-        # The list of those with a gradient is empty if all are stored elsewhere.
-        is_empty = not ids and bool(missed) and self._window.num_pending > 0
-        if is_empty or ids & missed:
-            raise misuse.clipped_outside(max_norm, is_empty=is_empty)
 
     def _check_not_replaced(self) -> None:
         weights = map(self._masters.model_param, params_of(self.optimizer))
