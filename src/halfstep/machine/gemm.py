@@ -6,6 +6,7 @@ In: a device. Out: `GemmRates`.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from halfstep.numerics import formats
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-ROUNDS, ATTEMPTS = 3, 3
+ROUNDS = 3
 
 SPREAD = 0.2
 """Largest relative difference between rounds that counts as noise. An estimate: on idle
@@ -50,21 +51,19 @@ class GemmRates:
 
 
 def measure(device: str) -> GemmRates:
-    """Measure the matmul rate of each format; again while the machine is busy."""
-    for _ in range(ATTEMPTS):
-        rates = _measure_once(device)
-        if not rates.doubt:
-            break
-    return rates
+    """Measure the matmul rate of each format.
 
-
-def _measure_once(device: str) -> GemmRates:
-    """Measure in rounds, so that a slow moment affects all formats, not one."""
+    Why in rounds: a slow moment then affects all formats, not one.
+    """
     share = count_waiting()
     dtypes = {name: format_.dtype for name, format_ in formats.FORMATS.items()}
-    sizes = {name: gemm_size(dtype, device) for name, dtype in dtypes.items()}
+    # Small matmuls often end before a context switch disturbs them.
+    sizes = {n: {_SMALLEST, gemm_size(t, device)} for n, t in dtypes.items()}
     rounds = [
-        {name: gemm_rate(dtype, device, sizes[name]) for name, dtype in dtypes.items()}
+        {
+            name: max(gemm_rate(dtype, device, size) for size in sizes[name])
+            for name, dtype in dtypes.items()
+        }
         for _ in range(ROUNDS)
     ]
     fastest = {name: max(each[name] for each in rounds) for name in dtypes}
@@ -133,15 +132,18 @@ def gemm_rate(dtype: torch.dtype, device: str, size: int) -> float:
 
 def _times(dtype: torch.dtype, device: str, size: int, seconds: float) -> list[float]:
     """Return the seconds of single matmuls, without the first, which warms up."""
+    # Time that the thread waited for a CPU is unrelated to the format.
+    on_linux = device == "cpu" and sys.platform == "linux"
+    clock = time.thread_time if on_linux else time.perf_counter
     left = torch.ones(size, size, dtype=dtype, device=device)
     times: list[float] = []
     left @ left
     while True:
         synchronize(device)
-        began = time.perf_counter()
+        began = clock()
         left @ left
         synchronize(device)
-        times.append(time.perf_counter() - began)
+        times.append(clock() - began)
         enough = len(times) >= _LEAST_CALLS or times[-1] > _LONG_CALL
         if enough and sum(times) >= seconds:
             return times
