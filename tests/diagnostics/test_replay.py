@@ -221,7 +221,8 @@ LOSSES: list[tuple[list[float], str]] = [
 def test_the_learning_rate_needs_a_history(losses: list[float], cause: str) -> None:
     """Law: it is named where the loss ran away, or the pass worked a few times only.
 
-    A loss that fell acquits it; the rule that ends the overflow is named in any case.
+    A loss that fell acquits it. Unless the loss ran away, the rule that ends the
+    overflow is named too.
     """
     model = Net()
     nn.init.constant_(model.wide.weight, 6e4)
@@ -232,8 +233,9 @@ def test_the_learning_rate_needs_a_history(losses: list[float], cause: str) -> N
 
     bad = required(hs.find_nonfinite(model, step, losses=losses))
     assert (bad.module, bad.cause) == ("wide", cause)
-    assert bad.rule == "module:wide=fp32"
-    assert f"(rule '{bad.rule}')" in bad.advice
+    rule = "" if "the loss went from" in bad.evidence else "module:wide=fp32"
+    assert bad.rule == rule
+    assert f"(rule '{rule}')" in bad.advice or not rule
 
 
 def test_nothing_that_torch_did() -> None:

@@ -151,7 +151,7 @@ class Numerics:
                 f"halfstep.find_nonfinite ran step {first} again: see the finding "
                 "'bad op'."
             )
-        if self.losses or (self.bad_op is None and self.failed):
+        if self.unreplayed and (self.losses or self.bad_op is None):
             return f"halfstep.find_nonfinite did not run it again: {self.unreplayed}"
         if self.bad_op is not None and self._fixed:
             return (
@@ -161,7 +161,9 @@ class Numerics:
             return "Go back to the last good checkpoint: no loss scale fixes a weight."
         if self.bad_op is not None:
             return self.bad_op.advice
-        return self._advice_on_buffers()
+        if self.buffers:
+            return self._advice_on_buffers()
+        return f"Steps after the first {self.checked} are not run again (warmup=)."
 
     def _advice_on_buffers(self) -> str:
         """Return how to fix a non-finite buffer; skipping a step restores no buffer."""
@@ -286,11 +288,7 @@ class CheckedSteps:
         failed = self._has_failed()
         self._skipped += failed and not self._applied and self._session is None
         is_first = self._bad_op is None and not self._unreplayed
-        # While a loss scale settles, steps fail that are no fault.
-        is_first |= self._is_unexplained and self._nonfinite_loss_steps == {
-            self._number
-        }
-        if failed and is_first:
+        if failed and (is_first or self._is_first_fault()):
             self._replay_step(batch, scale_now or self._before, random)
         if not self._buffers_since and any(self._nonfinite_buffers()):
             self._buffers_since = self._number
@@ -300,6 +298,15 @@ class CheckedSteps:
     def _is_unexplained(self) -> bool:
         """Whether no replay has found a fault so far."""
         return self._bad_op is None or self._bad_op.normal
+
+    def _is_first_fault(self) -> bool:
+        """Whether this loss is the first to be non-finite, and not by its weights.
+
+        While a loss scale settles, steps before it fail that are no fault.
+        """
+        is_lost = self._nonfinite_loss_steps == {self._number}
+        before = [copy for _, copy in self._weights] or self._params()
+        return is_lost and self._is_unexplained and _finite(before)
 
     def _has_failed(self) -> bool:
         return self._number in self._nonfinite_loss_steps | self._nonfinite_grad_steps

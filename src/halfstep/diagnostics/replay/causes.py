@@ -345,7 +345,7 @@ def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | N
     evidence = f"{_evidence(event)}; {why}"
     forward = _forward(event, context)
     advice, rule = LOWER_RATE, ""
-    if forward is not None:
+    if forward is not None and not diverged:
         advice, rule = f"{LOWER_RATE} If it is low: {forward.advice}", forward.rule
     return _Explanation("learning rate", evidence, advice, event.phase, rule)
 
