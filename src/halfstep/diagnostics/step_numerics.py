@@ -35,6 +35,7 @@ from halfstep.diagnostics.step_calls import StepCalls
 from halfstep.errors import UserError
 from halfstep.numerics import formats
 from halfstep.reporting.finding import Finding
+from halfstep.reporting.table import Report
 from halfstep.scaling import LossScaleCollapse
 from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.scaling.step_report import StepReport
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
     from halfstep.session.session import Session
 
 
-@dataclass(frozen=True)
-class Numerics:
+@dataclass(frozen=True, repr=False)
+class Numerics(Report):
     """Which values of some training steps were non-finite; step numbers start at 1."""
 
     steps: int
@@ -161,9 +162,8 @@ class Numerics:
             return "Go back to the last good checkpoint: no loss scale fixes a weight."
         if self.bad_op is not None:
             return self.bad_op.advice
-        if self.buffers:
-            return self._advice_on_buffers()
-        return f"Steps after the first {self.checked} are not run again (warmup=)."
+        later = f"Steps after the first {self.checked} are not run again (warmup=)."
+        return self._advice_on_buffers() if self.buffers else later
 
     def _advice_on_buffers(self) -> str:
         """Return how to fix a non-finite buffer; skipping a step restores no buffer."""
@@ -555,7 +555,7 @@ class CheckedSteps:
         masters = self._session is not None and self._session.choice.level.masters
         parts = range(max(1, self._part))
         with self._replaying():
-            return find_nonfinite(
+            bad_op = find_nonfinite(
                 model,
                 [partial(self._loss_of, part, batch) for part in parts],
                 scale=scale,
@@ -563,6 +563,7 @@ class CheckedSteps:
                 failed=self._same_batch,
                 summed_in=torch.float32 if masters else None,
             )
+        return bad_op or None
 
     def _loss_of(self, part: int, batch: tuple[object, ...]) -> Tensor:
         """Return the loss of the step's backward pass number `part`; run none."""

@@ -464,8 +464,10 @@ class CollapseMonitor:
         nonfinite_text = "; ".join(
             f"{kind} in gradients of {first_names(n)}" for kind, n in kinds.items() if n
         )
-        first, last = history[0], history[-1]
-        scale_text = f"{first:g} to {last:g}" if first != last else f"{last:g}"
+        highest, lowest = history[0], history[-1]
+        scale_text = f"{lowest:g}"
+        if highest != lowest:
+            scale_text = f"{highest:g} to {lowest:g}"
         summary = f"{skips} steps in a row were skipped"
         if not skips:
             summary = f"{self._history.in_a_row} steps in a row lost a micro-batch"
