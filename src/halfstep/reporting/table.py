@@ -89,10 +89,10 @@ class Table:
 
     def head(self) -> Table:
         """Return the first `MOST_ROWS` rows; a note counts the others."""
-        more = len(self.rows) - MOST_ROWS
-        if more <= 0:
+        number = len(self.rows) - MOST_ROWS
+        if number <= 0:
             return self
-        note = f"... and {format_count(more, 'more row', 'more rows')}: print all"
+        note = f"... and {format_count(number, 'more row', 'more rows')}: print all"
         return replace(self, rows=self.rows[:MOST_ROWS], notes=(note, *self.notes))
 
     def _repr_html_(self) -> str:

@@ -445,9 +445,9 @@ class CollapseMonitor:
     def _make_error(
         self, skips: int, culprits: Sequence[NonFiniteParam]
     ) -> LossScaleCollapse:
-        failed, last = self._failed_loss, self._loss
-        if failed is None and last is not None:
-            failed = _FailedLoss(last, 0, bool(last.isfinite().all()), None)
+        failed, loss = self._failed_loss, self._loss
+        if failed is None and loss is not None:
+            failed = _FailedLoss(loss, 0, bool(loss.isfinite().all()), None)
         history = self._history.history
         finite = None if failed is None else failed.finite
         bad_op = find_cause(
@@ -455,7 +455,7 @@ class CollapseMonitor:
             self._history.losses,
             None if failed is None else failed.loss,
             finite=finite,
-            is_last=failed is None or failed.loss is last,
+            is_last=failed is None or failed.loss is loss,
         )
         bad_op = replace(bad_op, scale=history[-1])
         inf_in = [culprit.name for culprit in culprits if culprit.inf]
@@ -464,10 +464,8 @@ class CollapseMonitor:
         nonfinite_text = "; ".join(
             f"{kind} in gradients of {first_names(n)}" for kind, n in kinds.items() if n
         )
-        highest, lowest = history[0], history[-1]
-        scale_text = f"{lowest:g}"
-        if highest != lowest:
-            scale_text = f"{highest:g} to {lowest:g}"
+        first, last = history[0], history[-1]
+        scale_text = f"{first:g} to {last:g}" if first != last else f"{last:g}"
         summary = f"{skips} steps in a row were skipped"
         if not skips:
             summary = f"{self._history.in_a_row} steps in a row lost a micro-batch"
