@@ -126,4 +126,5 @@ def test_what_is_advised_ends_it(found: dict[str, BadOp]) -> None:
             run = planted(name)
             setattr(run, field, value)
             assert run.found() is None, name
-    assert causes == {"forward range", "backward range", "data", "loss function"}
+    ranges = {"forward range", "backward range", "learning rate"}
+    assert causes == {*ranges, "data", "loss function"}

@@ -101,7 +101,7 @@ def healthy(group: dist.ProcessGroup) -> dict[str, Any]:
         run.batch["x"] = run.batch["x"] * math.nan
     run.step(model).backward()
     bad = hs.find_nonfinite(model, lambda: run.step(model), failed=True)
-    assert bad is not None
+    assert bad
     return {"cause": bad.cause, "said": str(bad), "reproduced": bad.reproduced}
 
 
@@ -146,7 +146,7 @@ def together(name: str) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
             fully_shard(layer)
         model = fully_shard(run.model)
         bad = hs.find_nonfinite(model, lambda: run.step(model), scale=run.scale)
-        first = process_group.first_not_none(bad)
+        first = process_group.first_not_none(bad or None)
         left = sum(p.grad is not None for p in model.parameters())
         return {"right": fault.judge(first), "left": left, "said": str(bad)}
 

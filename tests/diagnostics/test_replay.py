@@ -146,7 +146,7 @@ def test_gradients_elsewhere_and_hooks(*, reentrant: bool) -> None:
         return head(hidden).sum()
 
     inputs.grad = torch.ones_like(X)
-    assert hs.find_nonfinite(model, step) is None
+    assert not hs.find_nonfinite(model, step)
     assert not ran
     assert head.weight.grad is None
     assert torch.equal(inputs.grad, torch.ones_like(X))
@@ -221,7 +221,8 @@ LOSSES: list[tuple[list[float], str]] = [
 def test_the_learning_rate_needs_a_history(losses: list[float], cause: str) -> None:
     """Law: it is named where the loss ran away, or the pass worked a few times only.
 
-    A loss that fell acquits it; the rule that ends the overflow is named in any case.
+    A loss that fell acquits it. Unless the loss ran away, the rule that ends the
+    overflow is named too.
     """
     model = Net()
     nn.init.constant_(model.wide.weight, 6e4)
@@ -232,8 +233,9 @@ def test_the_learning_rate_needs_a_history(losses: list[float], cause: str) -> N
 
     bad = required(hs.find_nonfinite(model, step, losses=losses))
     assert (bad.module, bad.cause) == ("wide", cause)
-    assert bad.rule == "module:wide=fp32"
-    assert f"(rule '{bad.rule}')" in bad.advice
+    rule = "" if "the loss went from" in bad.evidence else "module:wide=fp32"
+    assert bad.rule == rule
+    assert f"(rule '{rule}')" in bad.advice or not rule
 
 
 def test_nothing_that_torch_did() -> None:
@@ -289,16 +291,16 @@ class Waves(nn.Module):
 def test_kinds_of_tensors() -> None:
     """Law: complex, sparse and batched tensors, and second slopes, are looked at."""
     model: nn.Module = Waves()
-    assert hs.find_nonfinite(model, lambda: model(X).sum()) is None
+    assert not hs.find_nonfinite(model, lambda: model(X).sum())
     with torch.no_grad():
         model.weight[0] = math.nan
     bad = required(hs.find_nonfinite(model, lambda: model(X).sum()))
     assert bad.cause == "weight"
     words = nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 1))
     ids = torch.tensor([1, 8])
-    assert hs.find_nonfinite(words, lambda: words(ids).sum()) is None
+    assert not hs.find_nonfinite(words, lambda: words(ids).sum())
     line = nn.Linear(8, 1)
-    assert hs.find_nonfinite(line, lambda: torch.vmap(line)(X).sum()) is None
+    assert not hs.find_nonfinite(line, lambda: torch.vmap(line)(X).sum())
     net = Net()
 
     def penalty(power: float) -> Tensor:
@@ -306,7 +308,7 @@ def test_kinds_of_tensors() -> None:
         (slope,) = torch.autograd.grad((net(x) * power).sum(), x, create_graph=True)
         return slope.square().sum(1).sqrt().mean()
 
-    assert hs.find_nonfinite(net, lambda: penalty(1.0)) is None
+    assert not hs.find_nonfinite(net, lambda: penalty(1.0))
     bad = required(hs.find_nonfinite(net, lambda: penalty(0.0)))
     assert (bad.op, bad.cause, bad.phase) == ("sqrt", "zero", "backward")
 
@@ -332,10 +334,10 @@ def test_a_gpu(*, reentrant: bool | None) -> None:
 
         state = torch.cuda.get_rng_state()
         scale = 2.0**10 if phase == "forward" else 2.0**26
-        assert hs.find_nonfinite(Net().cuda(), lambda: step(Net().cuda())) is None
+        assert not hs.find_nonfinite(Net().cuda(), lambda: step(Net().cuda()))
         bad = hs.find_nonfinite(model, step, scale=scale)
         assert torch.equal(torch.cuda.get_rng_state(), state)
-        assert bad is not None
+        assert bad
         assert bad.phase == phase
         if phase == "forward":
             assert (bad.module, bad.op) == ("wide", "linear")
@@ -389,7 +391,7 @@ def test_a_bad_step_is_refused(step: Any, says: str) -> None:
 
     One number is a loss, whatever its shape.
     """
-    assert hs.find_nonfinite(MODEL, lambda: MODEL(ONES).sum()[None]) is None
+    assert not hs.find_nonfinite(MODEL, lambda: MODEL(ONES).sum()[None])
     with pytest.raises(hs.UserError, match=r"^model is of type function; it must"):
         hs.find_nonfinite(shape, shape)
     with pytest.raises(hs.UserError, match=says) as caught:
@@ -430,7 +432,7 @@ def test_a_loss_without_a_graph() -> None:
         assert len(str(caught.value).split()) <= 35
     with torch.no_grad():
         bad = hs.find_nonfinite(MODEL, lambda: MODEL(ONES).log().sum().sqrt() * 0 / 0)
-    assert bad is not None
+    assert bad
 
 
 def test_inference_mode_is_left() -> None:
@@ -441,5 +443,5 @@ def test_inference_mode_is_left() -> None:
 
     with torch.inference_mode():
         bad = hs.find_nonfinite(MODEL, step)
-    assert bad is not None
+    assert bad
     assert (bad.op, bad.phase) == ("sqrt", "backward")

@@ -87,7 +87,7 @@ def told(name: str, plant: Plant | None = None, **more: Any) -> BadOp | None:
         with torch.autocast("cpu", torch.float16):
             return loss_of(name, model, **more)
 
-    return hs.find_nonfinite(model, step, scale=2.0**6)
+    return hs.find_nonfinite(model, step, scale=2.0**6) or None
 
 
 def weight(path: str, value: float, *, some: bool = False) -> Plant:
@@ -159,7 +159,7 @@ def test_a_healthy_model_raises_no_alarm(name: str) -> None:
 def plain(function: Callable[[nn.Linear], Tensor]) -> BadOp | None:
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
-    return hs.find_nonfinite(model, lambda: function(model))
+    return hs.find_nonfinite(model, lambda: function(model)) or None
 
 
 HEALTHY: dict[str, Callable[[nn.Linear], Tensor]] = {

@@ -209,8 +209,8 @@ def test_a_penalty_on_scaled_gradients(*, unscaled: bool) -> None:
         return (slope.norm(dim=1) - 1).square().mean()
 
     bad = hs.find_nonfinite(model, step, scale=2.0**12)
-    assert (bad is None) == unscaled
-    if bad is not None:
+    assert (not bad) == unscaled
+    if bad:
         assert bad.cause == "loss function"
         assert "of a loss times its scale 4096 are part" in bad.evidence
         assert "grads / scaler.get_scale()" in bad.advice
@@ -407,9 +407,9 @@ def test_a_weight_that_became_inf_in_a_conversion() -> None:
 
         bad = hs.find_nonfinite(session.model, step)
         if rule:
-            assert bad is None
+            assert not bad
         else:
-            assert bad is not None
+            assert bad
             assert (bad.cause, bad.rule) == ("weight", "module:1=fp32")
             assert "cast to float16 makes that" in bad.advice
 

@@ -53,7 +53,7 @@ def found(model: nn.Module, x: Any = X, *, fp16: bool = False) -> BadOp | None:
         with torch.autocast("cpu", torch.float16, enabled=fp16):
             return model(x).float().square().mean()
 
-    return hs.find_nonfinite(model, step)
+    return hs.find_nonfinite(model, step) or None
 
 
 class Reciprocal(torch.autograd.Function):
@@ -358,9 +358,9 @@ def test_a_sum_that_overflows_is_no_fault_of_hardware() -> None:
     assert "prepare(level='O2', accumulate=4)" in bad.advice
     assert "divide each loss by 4" in bad.advice
     # Each remedy ends it.
-    assert hs.find_nonfinite(model, given, summed_in=torch.float32) is None
+    assert not hs.find_nonfinite(model, given, summed_in=torch.float32)
     divided = steps(model, 3e4 / PARTS)
-    assert hs.find_nonfinite(model, divided) is None
+    assert not hs.find_nonfinite(model, divided)
     assert added_up(model, divided, 1.0)
 
 
@@ -385,7 +385,7 @@ def test_the_micro_batch_is_named() -> None:
     bad = required(hs.find_nonfinite(model, given))
     assert (bad.module, bad.cause) == ("inner", "data")
     assert bad.evidence.endswith("(micro-batch 3 of 4)")
-    assert hs.find_nonfinite(model, steps(model, 1.0)) is None
+    assert not hs.find_nonfinite(model, steps(model, 1.0))
 
 
 def test_micro_batches_draw_on_from_each_other() -> None:
@@ -402,7 +402,7 @@ def test_micro_batches_draw_on_from_each_other() -> None:
     state = torch.get_rng_state()
     expected = torch.rand(2).tolist()
     now = torch.get_rng_state()
-    assert hs.find_nonfinite(model, [step, step], generator_state=state) is None
+    assert not hs.find_nonfinite(model, [step, step], generator_state=state)
     assert drawn == expected
     assert torch.equal(torch.get_rng_state(), now)
 
@@ -427,7 +427,7 @@ def test_sparse_gradients_are_added_up() -> None:
     def step() -> Tensor:
         return (table(ids).float() * 1.5e38).sum()
 
-    assert hs.find_nonfinite(table, [step] * 2) is None
+    assert not hs.find_nonfinite(table, [step] * 2)
     bad = required(hs.find_nonfinite(table, [step] * 3))
     assert (bad.module, bad.op) == ("model", "add")
 
@@ -453,7 +453,7 @@ def test_all_processes_run_as_many(
         return model(torch.eye(4)).square().sum() * factor
 
     bad = hs.find_nonfinite(model, [step] * 3, scale=2.0)
-    assert ((bad is None), count) == (factor == 1, runs)
+    assert (not bad, count) == (factor == 1, runs)
 
 
 def test_a_sum_beyond_float32_is_not_cured_by_bfloat16() -> None:

@@ -130,7 +130,7 @@ class Report:
         if self.command == "find_nonfinite":
             assert program.loss is not None, f"{self.name}: no loss="
             bad_op = hs.find_nonfinite(program.model, program.loss)
-            return [] if bad_op is None else [str(bad_op)]
+            return [str(bad_op)] if bad_op else []
         for _ in range(self.steps):
             program.step()
         return []

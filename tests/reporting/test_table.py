@@ -115,6 +115,9 @@ def test_combining_letters_take_no_column() -> None:
 def test_printed_and_in_a_notebook() -> None:
     """Law: printed, a table is its text; as HTML it says the same, marks escaped."""
     assert str(TABLE) == repr(TABLE) == TABLE.text()
+    long = Table("", ("number",), tuple((number,) for number in range(99)))
+    assert str(long) == long.text()
+    assert repr(long).splitlines()[-2:] == ["    19", "... and 79 more rows: print all"]
     hostile = "<script>alert('x')</script> & \"y\""
     table = Table(
         f"T {hostile}",

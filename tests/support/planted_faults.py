@@ -95,7 +95,7 @@ class Run:
         """Return what a replay finds."""
         model = self.wrapped()
         step = partial(self.step, model)
-        return find_nonfinite(model, step, scale=self.scale, **self.more)
+        return find_nonfinite(model, step, scale=self.scale, **self.more) or None
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,9 @@ def two_lines(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
         assert_type(report.grad_norm, float | None)
         assert_type(report.found_inf_in, tuple[str, ...])
     bad = hs.find_nonfinite(session.model, lambda: model(x).mean(), losses=[1.0])
-    if bad is not None:
-        assert_type(bad, BadOp)
-        assert_type(bad.finding(), Finding)
+    assert_type(bad, BadOp)
+    assert_type(bool(bad), bool)
+    assert_type(bad.finding(), Finding)
     session.optimizer.zero_grad()
     assert_type(session.steps_applied, int)
     assert_type(session.steps_skipped, int)

@@ -21,6 +21,7 @@ from torch import Tensor
 from halfstep.checkpoint import atomic_directory
 from halfstep.checkpoint.atomic_directory import MANIFEST, CheckpointError, os_reason
 from halfstep.errors import UserError
+from halfstep.reporting.table import Report, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,8 +32,8 @@ WEIGHTS, STATE = "weights.safetensors", "state.pt"
 __all__ = ["Checkpoint", "CheckpointError", "load", "read_manifest", "save"]
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+@dataclass(frozen=True, repr=False)
+class Checkpoint(Report):
     """The contents of a checkpoint; `load` returns it."""
 
     weights: dict[str, Tensor]
@@ -41,6 +42,10 @@ class Checkpoint:
     """Optimizer, scaler, random states: the `state` of `save`."""
     notes: dict[str, Any]
     """Small facts such as step, level and metrics, readable in manifest.json."""
+
+    def __str__(self) -> str:
+        """Return the number of weights and the notes."""
+        return f"{format_count(len(self.weights), 'tensor')} of weights, {self.notes}"
 
 
 def save(

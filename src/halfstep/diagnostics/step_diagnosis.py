@@ -26,7 +26,7 @@ from halfstep.masters.master_weights import NoMasters
 from halfstep.masters.rounding_loss import RoundingLossCounter, lr_of
 from halfstep.numerics import formats
 from halfstep.policy import levels
-from halfstep.reporting.table import wrap
+from halfstep.reporting.table import Report, wrap
 from halfstep.scaling.step_report import StepReport
 from halfstep.session.session import Session
 
@@ -60,8 +60,8 @@ _SESSION_HINTS = {
 }
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Report):
     """The result of `halfstep.diagnose`; prints as a report."""
 
     facts: RunFacts

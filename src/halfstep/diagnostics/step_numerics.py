@@ -35,6 +35,7 @@ from halfstep.diagnostics.step_calls import StepCalls
 from halfstep.errors import UserError
 from halfstep.numerics import formats
 from halfstep.reporting.finding import Finding
+from halfstep.reporting.table import Report
 from halfstep.scaling import LossScaleCollapse
 from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.scaling.step_report import StepReport
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
     from halfstep.session.session import Session
 
 
-@dataclass(frozen=True)
-class Numerics:
+@dataclass(frozen=True, repr=False)
+class Numerics(Report):
     """Which values of some training steps were non-finite; step numbers start at 1."""
 
     steps: int
@@ -151,7 +152,7 @@ class Numerics:
                 f"halfstep.find_nonfinite ran step {first} again: see the finding "
                 "'bad op'."
             )
-        if self.losses or (self.bad_op is None and self.failed):
+        if self.unreplayed and (self.losses or self.bad_op is None):
             return f"halfstep.find_nonfinite did not run it again: {self.unreplayed}"
         if self.bad_op is not None and self._fixed:
             return (
@@ -161,7 +162,8 @@ class Numerics:
             return "Go back to the last good checkpoint: no loss scale fixes a weight."
         if self.bad_op is not None:
             return self.bad_op.advice
-        return self._advice_on_buffers()
+        later = f"Steps after the first {self.checked} are not run again (warmup=)."
+        return self._advice_on_buffers() if self.buffers else later
 
     def _advice_on_buffers(self) -> str:
         """Return how to fix a non-finite buffer; skipping a step restores no buffer."""
@@ -286,11 +288,7 @@ class CheckedSteps:
         failed = self._has_failed()
         self._skipped += failed and not self._applied and self._session is None
         is_first = self._bad_op is None and not self._unreplayed
-        # While a loss scale settles, steps fail that are no fault.
-        is_first |= self._is_unexplained and self._nonfinite_loss_steps == {
-            self._number
-        }
-        if failed and is_first:
+        if failed and (is_first or self._is_first_fault()):
             self._replay_step(batch, scale_now or self._before, random)
         if not self._buffers_since and any(self._nonfinite_buffers()):
             self._buffers_since = self._number
@@ -300,6 +298,15 @@ class CheckedSteps:
     def _is_unexplained(self) -> bool:
         """Whether no replay has found a fault so far."""
         return self._bad_op is None or self._bad_op.normal
+
+    def _is_first_fault(self) -> bool:
+        """Whether this loss is the first to be non-finite, and not by its weights.
+
+        While a loss scale settles, steps before it fail that are no fault.
+        """
+        is_lost = self._nonfinite_loss_steps == {self._number}
+        before = [copy for _, copy in self._weights] or self._params()
+        return is_lost and self._is_unexplained and _finite(before)
 
     def _has_failed(self) -> bool:
         return self._number in self._nonfinite_loss_steps | self._nonfinite_grad_steps
@@ -548,7 +555,7 @@ class CheckedSteps:
         masters = self._session is not None and self._session.choice.level.masters
         parts = range(max(1, self._part))
         with self._replaying():
-            return find_nonfinite(
+            bad_op = find_nonfinite(
                 model,
                 [partial(self._loss_of, part, batch) for part in parts],
                 scale=scale,
@@ -556,6 +563,7 @@ class CheckedSteps:
                 failed=self._same_batch,
                 summed_in=torch.float32 if masters else None,
             )
+        return bad_op or None
 
     def _loss_of(self, part: int, batch: tuple[object, ...]) -> Tensor:
         """Return the loss of the step's backward pass number `part`; run none."""

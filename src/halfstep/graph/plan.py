@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep.errors import UserError
-from halfstep.reporting.table import Table, write_text
+from halfstep.reporting.table import Report, Table, write_text
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -100,8 +100,8 @@ class Slowdown:
         return replace(problem, operations=operations, tensors=tensors)
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Report):
     """The precision of each operation of one captured graph; `plan` makes it."""
 
     dtype: str
@@ -165,6 +165,14 @@ class Plan:
     def __str__(self) -> str:
         """Return the table as text."""
         return self.table().text()
+
+    def __repr__(self) -> str:
+        """Return the number of operations and casts, and the predicted time."""
+        return f"<Plan: {'; '.join(self.table().notes[:2])}>"
+
+    def _repr_html_(self) -> str:
+        """Return the first operations as notebooks show them."""
+        return self.table().head()._repr_html_()
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan as TOML, which `load_plan` reads.

@@ -23,7 +23,7 @@ from halfstep.errors import UserError
 from halfstep.machine import cpu, gemm, rate_cache
 from halfstep.machine.gemm import GemmRates
 from halfstep.numerics import formats
-from halfstep.reporting.table import Cell, Table, format_count
+from halfstep.reporting.table import Cell, Report, Table, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,7 +71,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Capabilities:
+class Capabilities(Report):
     """The hardware of this machine, without measurements."""
 
     cpu: str
@@ -92,7 +92,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
-class Recommendation:
+class Recommendation(Report):
     """A level and a dtype, with the reason."""
 
     level: str

@@ -9,6 +9,7 @@ from typing import Any
 
 from halfstep.errors import UserError
 from halfstep.reporting.finding import Finding
+from halfstep.reporting.table import Report
 
 CAUSES = (
     "data",
@@ -21,13 +22,15 @@ CAUSES = (
     "zero",
     "hardware",
     "another process",
+    "none",
 )
 """data: the model's input; label: what the loss compares with; learning rate: training
 diverged before; loss function: it overflowed, and the model did not; forward range and
 backward range: a dtype overflowed; weight: a parameter or buffer was non-finite before
 the step; zero: an operation met a value at which it, or its derivative, is infinite or
 undefined; hardware: an exact replay was finite; another process: it was finite here,
-and other processes share gradients with this one."""
+and other processes share gradients with this one; none: loss and gradients are finite.
+"""
 
 PHASES = ("forward", "backward", "input", "weight", "none")
 """In a pass; before it, in its input or a stored weight; or none, because a replay was
@@ -41,9 +44,11 @@ def module_rule(path: str) -> str:
     return f"module:{re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', path)}=fp32"
 
 
-@dataclass(frozen=True, kw_only=True)
-class BadOp:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BadOp(Report):
     """The operation that made the first inf or NaN of a step, and why.
+
+    It is falsy if there was no inf or NaN; then the cause is "none".
 
     Raises:
         UserError: If `phase`, `cause` or `wide` is unknown.
@@ -93,6 +98,10 @@ class BadOp:
                 message = f"{name}={value!r} of a BadOp: use {', '.join(allowed)}."
                 raise UserError(message)
 
+    def __bool__(self) -> bool:
+        """Return whether there was an inf or NaN."""
+        return self.cause != "none"
+
     @property
     def place(self) -> str:
         """Module and operation, such as "decoder.block.5.ff.wo (linear)"."""
@@ -101,6 +110,8 @@ class BadOp:
     def __str__(self) -> str:
         """Return it as sentences."""
         at = "" if self.step is None else f" at step {self.step}"
+        if not self:
+            return f"Nothing found{at}: {self.evidence}."
         # Integers cannot be inf or NaN: an index is out of range.
         if self.phase == "none" or self.dtype == "int64":
             return f"{self.place}{at}: {self.evidence}. {self.advice}"

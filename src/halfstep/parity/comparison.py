@@ -15,7 +15,7 @@ from halfstep.parity.candidate import PERTURBED, REFERENCE
 from halfstep.parity.equivalence import Verdict, equivalence_test
 from halfstep.reporting import html, json_fields
 from halfstep.reporting.html import Chart, Curve, Section
-from halfstep.reporting.table import Cell, Table, write_text
+from halfstep.reporting.table import Cell, Report, Table, write_text
 
 if TYPE_CHECKING:
     import os
@@ -44,7 +44,7 @@ _COST_NOTES = (
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Report):
     """The result of `halfstep.compare`; prints as tables."""
 
     levels: tuple[str, ...]
@@ -100,7 +100,14 @@ class Comparison:
         """Return verdicts and costs as text."""
         return "\n\n".join(table.text() for table in self.tables())
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        """Return the verdicts in one line."""
+        verdicts = (f"{level} {one.kind}" for level, one in self.verdicts.items())
+        return f"<Comparison of {self.metric} with fp32: {', '.join(verdicts)}>"
+
+    def _repr_html_(self) -> str:
+        """Return the tables as notebooks show them."""
+        return "".join(table._repr_html_() for table in self.tables())
 
     def tables(self) -> tuple[Table, ...]:
         """Return verdicts, and costs with distances of the loss curves."""

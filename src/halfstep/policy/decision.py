@@ -14,13 +14,14 @@ from halfstep.errors import UserError
 from halfstep.numerics.formats import AUTOCAST_DTYPES
 from halfstep.policy import op_tables
 from halfstep.policy.rules import KEEP, TORCH, Policy, _spellings
+from halfstep.reporting.table import Report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True)
-class Decision:
+class Decision(Report):
     """The dtype in which an operation or module runs, and the reason."""
 
     dtype: torch.dtype | None

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.errors import UserError
-from halfstep.reporting.table import Table
+from halfstep.reporting.table import Report, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,8 +18,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 become so."""
 
 
-@dataclass(frozen=True)
-class Finding:
+@dataclass(frozen=True, repr=False)
+class Finding(Report):
     """The result of a rule: what was measured, the limit, and the fix.
 
     Raises:

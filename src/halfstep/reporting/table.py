@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, TextIO
 
@@ -21,9 +21,30 @@ if TYPE_CHECKING:
 
 Cell = str | int | float | bool | None
 
+REPR_LENGTH = 200
+"""Most characters that a prompt shows of a result."""
+MOST_ROWS = 20
+"""Most rows that a prompt shows of a table."""
+
 _GAP = 2  # spaces between columns
 _NARROWEST = 12  # terminal columns below which wrapped text is unreadable
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+
+
+class Report:
+    """A result whose `str` is its text. Notebooks show all of it, a prompt one line."""
+
+    def __repr__(self) -> str:
+        """Return the class and the first line, at most `REPR_LENGTH` characters."""
+        first = single_line(str(self).partition("\n")[0])
+        text = f"{type(self).__name__}: {first}"
+        most = REPR_LENGTH - len("<>")
+        return f"<{text if len(text) <= most else f'{text[: most - 3]}...'}>"
+
+    def _repr_html_(self) -> str:
+        """Return the text as notebooks show it."""
+        lines = map(single_line, str(self).split("\n"))
+        return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,9 +79,21 @@ class Table:
                 lengths = f"{len(self.columns)} columns but {len(row)} cells in row {i}"
                 raise ValueError(f"Table {self.title!r} has {lengths}.")
 
-    def __repr__(self) -> str:
-        """Return `text`, which is what users want to see interactively."""
+    def __str__(self) -> str:
+        """Return `text`."""
         return self.text()
+
+    def __repr__(self) -> str:
+        """Return the `text` of the first rows."""
+        return self.head().text()
+
+    def head(self) -> Table:
+        """Return the first `MOST_ROWS` rows; a note counts the others."""
+        number = len(self.rows) - MOST_ROWS
+        if number <= 0:
+            return self
+        note = f"... and {format_count(number, 'more row', 'more rows')}: print all"
+        return replace(self, rows=self.rows[:MOST_ROWS], notes=(note, *self.notes))
 
     def _repr_html_(self) -> str:
         """Return the table as notebooks show it."""

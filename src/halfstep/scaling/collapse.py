@@ -445,9 +445,9 @@ class CollapseMonitor:
     def _make_error(
         self, skips: int, culprits: Sequence[NonFiniteParam]
     ) -> LossScaleCollapse:
-        failed, last = self._failed_loss, self._loss
-        if failed is None and last is not None:
-            failed = _FailedLoss(last, 0, bool(last.isfinite().all()), None)
+        failed, loss = self._failed_loss, self._loss
+        if failed is None and loss is not None:
+            failed = _FailedLoss(loss, 0, bool(loss.isfinite().all()), None)
         history = self._history.history
         finite = None if failed is None else failed.finite
         bad_op = find_cause(
@@ -455,7 +455,7 @@ class CollapseMonitor:
             self._history.losses,
             None if failed is None else failed.loss,
             finite=finite,
-            is_last=failed is None or failed.loss is last,
+            is_last=failed is None or failed.loss is loss,
         )
         bad_op = replace(bad_op, scale=history[-1])
         inf_in = [culprit.name for culprit in culprits if culprit.inf]
@@ -523,17 +523,17 @@ def find_cause(
     is_epsilon = bad_op is not None and optimizer_eps.CURE in bad_op.advice
     if diverged or (drifted and losses.is_early and not is_epsilon):
         last = value if is_last and math.isfinite(value) else losses.last
-        steps = format_count(losses.applied, "step")
-        evidence = f"the forward pass worked for {steps} only"
-        if diverged:
-            evidence = f"the loss went from {losses.first:.3g} to {last:.3g}"
+        evidence = f"the loss went from {losses.first:.3g} to {last:.3g}"
         if bad_op is None:
             return make(cause="learning rate", evidence=evidence, advice=LOWER_RATE)
+        advice, rule = LOWER_RATE, ""
+        if not diverged:
+            steps = format_count(losses.applied, "step")
+            evidence = f"the forward pass worked for {steps} only"
+            advice, rule = f"{LOWER_RATE} If it is low: {bad_op.advice}", bad_op.rule
+        evidence = f"{bad_op.evidence}; {evidence}"
         return replace(
-            bad_op,
-            cause="learning rate",
-            evidence=f"{bad_op.evidence}; {evidence}",
-            advice=f"{LOWER_RATE} If it is low: {bad_op.advice}",
+            bad_op, cause="learning rate", evidence=evidence, advice=advice, rule=rule
         )
     if bad_op is not None:
         return bad_op

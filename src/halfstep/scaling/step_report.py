@@ -14,6 +14,7 @@ from halfstep._torch import async_read
 from halfstep._torch.optimizer_params import first_gradient, named_parameters
 from halfstep.numerics.local_tensor import dense_values
 from halfstep.numerics.norms import total_norm
+from halfstep.reporting.table import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -49,7 +50,7 @@ class Constant(Generic[T]):
 
 
 @dataclass(frozen=True, repr=False)
-class StepReport:
+class StepReport(Report):
     """What one call of `step` did; prints as one line.
 
     `torch.amp` does not report skips, and to infer one from "was optimizer.step

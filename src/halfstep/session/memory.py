@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.numerics.local_tensor import inner_tensors, local_part
+from halfstep.reporting.table import Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from halfstep.masters import MasterWeights
 
 
-class Footprint(dict[str, int]):
+class Footprint(Report, dict[str, int]):
     """Purpose -> bytes; prints as one line in KiB, MiB, ..."""
 
     def __repr__(self) -> str:

@@ -24,6 +24,7 @@ from halfstep.machine.recommendation import float64_warning
 from halfstep.masters.optimizer_in_backward import OptimizerInBackward, check_norm
 from halfstep.masters.rounding_loss import RoundingLossCounter
 from halfstep.numerics.norms import total_norm
+from halfstep.reporting.table import Report
 from halfstep.scaling import misuse
 from halfstep.scaling.found_inf_reduction import reduce_found_inf
 from halfstep.scaling.per_pass import BackwardPasses, LossScalers, Retry, free_graph
@@ -67,7 +68,7 @@ _GRAD, _WEIGHT, _VERSION = map(attrgetter, ("grad", "weight", "_version"))
 _IS_SET = partial(is_not, None)
 
 
-class Session:
+class Session(Report):
     """A model and an optimizer that train at one level; `prepare` makes it.
 
     Attributes:

@@ -116,7 +116,7 @@ def replay(
             return None
 
     for _ in range(2 if failed else 1):
-        origin = process_group.first_not_none(search())
+        origin = process_group.first_not_none(search() or None)
         if origin is not None:
             return origin
     reason = process_group.first_not_none(next(iter(failures), None))

@@ -222,9 +222,10 @@ class ModelCopy:
         self.begin(scale)
         step = partial(self._loss, loss_fn, batch)
         with self._products():
-            return find_overflow(self.model, step, scale) or find_nonfinite(
+            bad_op = find_overflow(self.model, step, scale) or find_nonfinite(
                 self.model, step, scale=scale
             )
+        return bad_op or None
 
     def _loss(self, loss_fn: LossFn, batch: object) -> Tensor:
         with self.session.autocast():

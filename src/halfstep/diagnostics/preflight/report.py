@@ -9,7 +9,7 @@ from halfstep.diagnostics.preflight.measurements import worst_first
 from halfstep.diagnostics.preflight.rules import is_good, power, speed_up_interval
 from halfstep.reporting import json_fields
 from halfstep.reporting.finding import findings_table
-from halfstep.reporting.table import Cell, Table
+from halfstep.reporting.table import Cell, Report, Table
 
 if TYPE_CHECKING:
     from halfstep.diagnostics.preflight.measurements import Facts
@@ -19,8 +19,8 @@ _MAX_TABLE_ROWS = 12  # rows of a table by layer; `data` has all
 _MAX_FINDINGS = 3  # findings in the printed report
 
 
-@dataclass(frozen=True)
-class CheckReport:
+@dataclass(frozen=True, repr=False)
+class CheckReport(Report):
     """The result of `halfstep.check`; prints as verdict and worst findings."""
 
     verdict: str

@@ -143,6 +143,14 @@ def not_reproduced(
     return _report(context, explanation, reproduced=False)
 
 
+def nothing(context: ReplayContext, *, together: bool) -> BadOp:
+    """Return the report of a finite step; `together`: other processes report theirs."""
+    evidence = "loss and all gradients are finite, at loss scale "
+    evidence = "on this process " * together + f"{evidence}{context.scale:g}"
+    explanation = _Explanation("none", evidence, "", "none")
+    return _report(context, explanation, reproduced=False)
+
+
 def unobserved(context: ReplayContext, nonfinite_kind: str, num_ops: int) -> BadOp:
     """Return the report if no traced operation made the inf or NaN."""
     evidence = f"none of the {num_ops} traced operations of torch made it"
@@ -345,7 +353,7 @@ def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | N
     evidence = f"{_evidence(event)}; {why}"
     forward = _forward(event, context)
     advice, rule = LOWER_RATE, ""
-    if forward is not None:
+    if forward is not None and not diverged:
         advice, rule = f"{LOWER_RATE} If it is low: {forward.advice}", forward.rule
     return _Explanation("learning rate", evidence, advice, event.phase, rule)
 

@@ -44,7 +44,7 @@ def find_nonfinite(
     failed: bool = False,
     generator_state: Tensor | None = None,
     summed_in: torch.dtype | None = None,
-) -> BadOp | None:
+) -> BadOp:
     """Repeat a step and find the operation that made its first inf or NaN.
 
     After an overflow all gradients are NaN and point to no operation. This traces each
@@ -80,8 +80,9 @@ def find_nonfinite(
             `Session` with master weights. None: their own dtype, as in torch.
 
     Returns:
-        The operation, its module, cause and fix. None if loss and gradients are finite
-        and not `failed`, or if another process made the inf and reports it.
+        The operation, its module, cause and fix. It is falsy, and says so, if loss and
+        gradients are finite and not `failed`, or if another process made the inf and
+        reports it.
 
     Raises:
         UserError: If `model` is not a module, `step` returns no loss, or a number is
@@ -122,7 +123,7 @@ def find_nonfinite(
         return causes.out_of_range(result.index_error, context)
     if not result.nonfinite:
         if not failed:
-            return None
+            return causes.nothing(context, together=together)
         processes = process_group.world_size()
         return causes.not_reproduced(number, scale, len(steps), processes)
     event = result.event
