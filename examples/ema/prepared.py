@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfstep as hs
 
@@ -14,18 +15,18 @@ inputs = torch.randn(60, 64, 32, device=device)
 targets = inputs.sin().sum(-1, keepdim=True) / 4
 
 model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
-average = copy.deepcopy(model)  # in fp32, before it is prepared
+fp32_model = copy.deepcopy(model)  # before it is prepared
+average = AveragedModel(fp32_model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
 session = hs.prepare(model, optimizer, level="O2", dtype=dtype)
 
-for number, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+for x, y in zip(inputs, targets, strict=True):
     with session.autocast():
         loss = nn.functional.mse_loss(model(x), y)
     session.backward(loss)
     session.step()
-    weights = session.weights()
-    for name, param in average.named_parameters():
-        param.data.lerp_(weights[name], 0.1 if number else 1.0)
+    fp32_model.load_state_dict(session.weights())
+    average.update_parameters(fp32_model)
 
 with torch.no_grad(), session.autocast():
     loss = nn.functional.mse_loss(average(inputs[0]), targets[0])

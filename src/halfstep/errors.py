@@ -8,7 +8,7 @@ import sys
 import warnings
 from numbers import Real
 
-_INTERNAL_PACKAGES = ("halfstep", "torch", "contextlib")
+_INTERNAL_PACKAGES = ("halfstep", "torch", "contextlib", "copy")
 _MAX_CHARS = 60
 _MAX_INT = 2**63 - 1
 

@@ -1,7 +1,9 @@
 """Programs of Accelerate on a session, against Accelerate itself."""
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
+from weight_averages import DocumentedAverage
 
 from halfstep import UserError
 from halfstep.compat.accelerate import Accelerator
@@ -152,6 +155,32 @@ def test_saved_weights_are_the_masters(tmp_path: Path) -> None:
     fresh = make()[0]
     accelerate.load_checkpoint_in_model(fresh, str(tmp_path))
     assert torch.equal(fresh.get_parameter("0.weight"), state["0.weight"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_average_of_weights(level: str) -> None:
+    """Law: the documented average is that of the master weights.
+
+    A copy of the prepared model computes with its own weights.
+    """
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", level=level)
+    model, optimizer, _, loader = make()
+    average = DocumentedAverage(model)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(6):
+        for inputs, targets in loader:
+            accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            average.update(accelerator.get_state_dict(model), optimizer)
+    average.assert_exact()
+    words = "loses small updates"
+    with pytest.warns(UserWarning, match=words) if level == "O2" else nullcontext():
+        twin = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(twin(inputs), model(inputs))
+        for param in twin[3].parameters():
+            param.zero_()
+        assert not twin(inputs).any()
 
 
 def test_what_runs_where() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from small_training import same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from weight_averages import DocumentedAverage
 
 import halfstep as hs
 from halfstep.compat.lightning import MixedPrecision
@@ -441,3 +443,32 @@ def test_weights_written_by_a_callback(*, hidden: bool) -> None:
     module = Module()
     trainer(MixedPrecision("O2"), callbacks=[Write()]).fit(module)
     assert all((weight == 0.25).all() for weight in module.state_dict().values())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_average_of_weights(level: str) -> None:
+    """Law: the documented average is that of the master weights, kept by a callback.
+
+    A copy that is made when the weights are in 16 bits says so.
+    """
+
+    class Average(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            self.average = DocumentedAverage(pl_module)
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            words = "loses small updates"
+            is_low = level == "O2"
+            with pytest.warns(UserWarning, match=words) if is_low else nullcontext():
+                copy.deepcopy(pl_module)
+            copy.deepcopy(pl_module)  # said once
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            self.average.update(pl_module.state_dict(), trainer.optimizers[0])
+
+    callback, module = Average(), Module()
+    trainer(MixedPrecision(level), callbacks=[callback], max_epochs=20).fit(module)
+    callback.average.assert_exact()
+    copy.deepcopy(module)  # in fp32 again

@@ -14,7 +14,9 @@ from master_cases import adopted
 from small_training import same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
+from weight_averages import DocumentedAverage, averaged
 
 import halfstep as hs
 from halfstep.errors import UserError
@@ -176,6 +178,48 @@ def test_a_state_dict_of_low_weights(master: str) -> None:
     session.model.state_dict()  # said once
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, AveragedModel])
+def test_a_copy_of_low_weights(copied: Callable[[nn.Module], nn.Module]) -> None:
+    """Law: `copy.deepcopy(model)` says once that the copy is 16-bit; pickling does not.
+
+    Nor do copies of the copy, nor of a model whose session is gone.
+    """
+    session = build("O2 bf16")
+    pickle.loads(pickle.dumps(session.model))  # noqa: S301 -- our own
+    with warns_here("^the copy of the model holds bf16 weights.* session.weights()"):
+        twin = copied(session.model)
+    assert next(twin.parameters()).dtype == torch.bfloat16
+    copied(session.model).state_dict()
+    copied(twin)
+    other = build("O2 bf16").model
+    gc.collect()
+    copied(other)
+
+
+def test_an_average_of_weights() -> None:
+    """Law: the documented average of an O2 model is that of its master weights.
+
+    An average of the 16-bit weights is not.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+    average = DocumentedAverage(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    session = hs.prepare(model, optimizer, "O2", dtype="bf16")
+    with pytest.warns(UserWarning, match="loses small updates"):
+        low_average = averaged(model)
+    for _ in range(100):
+        inputs = torch.randn(16, 8)
+        with session.autocast():
+            loss = (session.model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        session.backward(loss)
+        session.step()
+        average.update(session.weights(), session.optimizer)
+        low_average.update_parameters(model)
+    average.assert_exact()
+    assert average.error_of(low_average) > average.moved() / 4
+
+
 @pytest.mark.filterwarnings("error")
 def test_states_that_are_right_say_nothing() -> None:
     """Law: a session's own states, levels without masters, and copies do not warn."""
@@ -183,7 +227,6 @@ def test_states_that_are_right_say_nothing() -> None:
     session.state_dict()
     session.weights()
     session.load_state_dict(session.state_dict())
-    copy.deepcopy(session.model).state_dict()
     pickle.loads(pickle.dumps(session.model)).state_dict()  # noqa: S301 -- our own
     model = nn.Linear(4, 3).bfloat16()
     model.register_buffer("turns", torch.ones(3, dtype=torch.bfloat16))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -332,13 +333,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 def run_in_region(model: nn.Module, open_region: Any) -> None:
     """Wrap a model's forward in a context, and cast its outputs to fp32."""
     forward = model.forward
+    function = getattr(forward, "__func__", None)
 
     @functools.wraps(forward)
     def in_region(*args: Any, **kwargs: Any) -> Any:
         with open_region():
-            return forward(*args, **kwargs)
+            return (function or forward)(*args, **kwargs)
 
-    model.forward = convert_outputs_to_fp32(in_region)
+    wrapped = convert_outputs_to_fp32(in_region)
+    # Bound to the model, so that `copy.deepcopy` binds it to the copy.
+    model.forward = types.MethodType(wrapped, model) if function else wrapped
 
 
 __getattr__, __dir__ = library_names(accelerate, globals())

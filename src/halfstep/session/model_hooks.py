@@ -36,10 +36,14 @@ if TYPE_CHECKING:
     from halfstep.session.optimizer_step import AccumulationWindow
 
 
-def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> None:
+def attach(
+    session: object, model: nn.Module, choice: Choice, device: str, *, masters: bool
+) -> None:
     """Register the hooks on a converted model."""
     stored = f"{choice.format.name} (level {choice.level.name})"
-    hook = LowStateDictHook(choice.format.name)
+    advice = "copy it before prepare(), and load session.weights() into the copy"
+    copy_warning = CopyWarning(choice.format.name, advice, weakref.ref(session))
+    hook = LowStateDictHook(choice.format.name, copy_warning)
     for each in called_modules(model):
         if choice.level.low_weights and choice.level.autocast:
             error_hook = DtypeErrorHook(stored, device)
@@ -48,14 +52,43 @@ def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> N
             each.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
 
 
+class CopyWarning:
+    """Warns once if a model that refers to it is copied with `copy.deepcopy`.
+
+    Pickling does not warn; in copies and pickles it is inactive. `advice` is what to do
+    instead. `is_active` returns a false value once the weights have no masters anymore.
+    """
+
+    def __init__(
+        self, dtype: str, advice: str, is_active: Callable[[], object] | None = None
+    ) -> None:
+        self._arguments = dtype, advice
+        self._is_active = is_active
+
+    def __deepcopy__(self, _: object) -> CopyWarning:
+        is_active, self._is_active = self._is_active, None
+        if is_active is not None and is_active():
+            dtype, advice = self._arguments
+            warn_caller(
+                f"the copy of the model holds {dtype} weights, in which an average "
+                f"(EMA, SWA) or a target network loses small updates: {advice}."
+            )
+        return CopyWarning(*self._arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CopyWarning, self._arguments
+
+
 class LowStateDictHook:
     """State-dict hook: warns once that the state has 16-bit weights.
 
     In copies and pickles of the model, which have no session, it is inactive.
     """
 
-    def __init__(self, dtype: str, *, active: bool = True) -> None:
-        self._dtype = dtype
+    def __init__(
+        self, dtype: str, copy_warning: CopyWarning, *, active: bool = True
+    ) -> None:
+        self._arguments = dtype, copy_warning
         self._active = active
 
     def __call__(
@@ -71,13 +104,13 @@ class LowStateDictHook:
         if any(isinstance(v, Tensor) and is_low(v.dtype) for v in copies):
             self._active = False
             warn_caller(
-                f"model.state_dict() holds {self._dtype} weights: use "
+                f"model.state_dict() holds {self._arguments[0]} weights: use "
                 "session.weights() for their fp32 values, or session.state_dict() to "
                 "resume training."
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(LowStateDictHook, active=False), (self._dtype,)
+        return functools.partial(LowStateDictHook, active=False), self._arguments
 
 
 def check_external_steps(

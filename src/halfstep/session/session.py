@@ -143,7 +143,7 @@ class Session(Report):
             normalize = self._masters.normalize_states
             optimizer.register_load_state_dict_post_hook(lambda _: normalize())
         has_masters = bool(self._masters.master_params)
-        model_hooks.attach(model, choice, device.type, masters=has_masters)
+        model_hooks.attach(self, model, choice, device.type, masters=has_masters)
         self._checks_versions = rule.scales and process_group is None
         self._grad_versions: dict[int, int] = {}
         """id -> version counter of each gradient after the last backward pass."""

@@ -34,6 +34,7 @@ from halfstep.scaling.step_report import (
 )
 from halfstep.session import arguments, fsdp
 from halfstep.session.autocast_contexts import AutocastContexts
+from halfstep.session.model_hooks import CopyWarning
 from halfstep.session.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class ConvertedModel:
         """fp32 parameter of an optimizer not attached yet -> 16-bit weight."""
         self.masters: list[MasterWeights] = []
         self._low_params: list[nn.Parameter] = []
+        advice = "copy it before it is converted, and load its state_dict(), which is "
+        advice += "fp32, into the copy"
+        self._copy_warning = CopyWarning(
+            choice.format.name, advice, lambda: self.fp32 or self.masters
+        )
         if choice.level.masters:
             self.fp32 = conversion.originals
             self._low_params = [*self.fp32]
