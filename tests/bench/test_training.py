@@ -14,7 +14,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from bench_runs import flags, planted_rates, rows, run, tables
+from processes import group_of_one
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from halfstep.bench import commands, loops, recipe, results, training
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
@@ -352,6 +354,16 @@ def test_saved_for_backward(name: str, saved: int) -> None:
     with counter.counting():
         loop.forward(torch.randn(4, 8))
     assert counter.bytes == saved
+
+
+def test_saved_in_parts() -> None:
+    """Law: weights that FSDP2 gathers for a forward pass are not saved activations."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    with group_of_one():
+        counter = SavedBytes(fully_shard(model))
+        with counter.counting():
+            model(torch.randn(4, 8))
+    assert counter.bytes == 4 * (4 * 8 + 4 * 16)
 
 
 GIVEN: dict[str, Any] = {

@@ -33,10 +33,13 @@ from halfstep.train.output.run_directory import RunFolder
 
 TRAIN, DEV = 57, 9  # 57 = 8 * 7 + 1: one batch has a text for one process only
 CASES = {
-    "O0": ("--level", "O0", "--batch-size", "7"),
+    "O0": ("--level", "O0", "--batch-size", "7", "--probe", "flags"),
     "O0, accumulating": ("--level", "O0", "--batch-size", "8", "--accumulate", "2"),
     "O1": ("--level", "O1", "--dtype", "bf16", "--batch-size", "7"),
-    "O2": ("--level", "O2", "--dtype", "bf16", "--batch-size", "7"),
+    "O2": (
+        *("--level", "O2", "--dtype", "bf16", "--batch-size", "7"),
+        *("--compare-fp32", "2"),
+    ),
     "O2, accumulating": (
         *("--level", "O2", "--dtype", "bf16"),
         *("--batch-size", "8", "--accumulate", "2", "--compare-fp32", "2"),
@@ -196,12 +199,12 @@ def test_two_are_as_one(one: Path, two: Path, case: str) -> None:
     assert len(lines) == len(set(lines))
 
 
-def test_compared_with_fp32(one: Path, two: Path) -> None:
+@pytest.mark.parametrize("case", ["O2, accumulating", "O2, in parts"])
+def test_compared_with_fp32(one: Path, two: Path, case: str) -> None:
     """Law: two processes compare the steps that one does."""
-    case = "O2, accumulating"
     alone, shared = (
-        json.loads((runs / case / "summary.json").read_text())["fp32"]["loss"]
-        for runs in (one, two)
+        json.loads((run / "summary.json").read_text())["fp32"]["loss"]
+        for run in (one / FSDP2.get(case, case), two / case)
     )
     assert shared["fp32"] == pytest.approx(alone["fp32"], rel=bound("O0"))
     assert shared["level"] == pytest.approx(alone["level"], rel=bound(case))

@@ -97,6 +97,19 @@ def test_a_failure_costs_no_model(
     assert (result.folder.path / "summary.json").exists()
 
 
+def test_the_report_comes_first(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a comparison that is interrupted costs neither summary nor report."""
+    monkeypatch.setattr(
+        run_module, "compare_with_fp32", Mock(side_effect=KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run(settings | LOW | {"compare_fp32": 2})
+    left = {path.name for path in Path(settings["out"]).iterdir()}
+    assert {"model", "summary.json", "report.html"} <= left
+
+
 def test_a_shorter_run(settings: dict[str, Any]) -> None:
     """Law: no more steps than the run has."""
     result = run(settings | LOW | {"max_steps": 6, "compare_fp32": 100})

@@ -29,8 +29,10 @@ def _two_processes() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def lay_out(model: nn.Module, world: World = TWO, **more: Any) -> None:
-    choice = resolve("O0", "auto", "cpu")
+def lay_out(
+    model: nn.Module, world: World = TWO, level: str = "O0", **more: Any
+) -> None:
+    choice = resolve(level, "auto", "cpu")
     parallelize.parallelize_model(model, TrainConfig(**more), choice, world)
 
 
@@ -79,6 +81,12 @@ def test_one_process_cannot_split() -> None:
     alone = World(0, 1, torch.device("cpu"))
     with pytest.raises(UserError, match="there is one; start several with torchrun"):
         lay_out(nn.Linear(2, 2), alone, parallel="fsdp2")
+
+
+def test_16_bits_without_masters_cannot_be_split() -> None:
+    """Law: a level that stores 16 bits alone is rejected with fsdp2, by its flag."""
+    with pytest.raises(UserError, match="--level O3 does not go with --parallel fsdp2"):
+        lay_out(nn.Linear(2, 2), level="O3", parallel="fsdp2")
 
 
 def test_a_model_that_cannot_recompute() -> None:

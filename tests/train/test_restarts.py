@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from forks import run_ranks
 from mini_train import REASON
 from processes import torchrun
@@ -38,18 +39,30 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "two", tmp_path / "straight")
 
 
-def test_a_failure_is_told_by_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "step", "error", "last"),
+    [
+        *((0, 0, "RuntimeError", ""), (1, 0, "MemoryError", "")),  # reading data
+        *((1, 5, "RuntimeError", ""), (0, 5, "KeyError", "")),
+        (1, 1, "KeyboardInterrupt", "halfstep: error: interrupted; `train --resume` "),
+    ],
+)
+def test_a_failure_is_told_by_the_other(
+    tmp_path: Path, rank: int, step: int, error: str, last: str
+) -> None:
     """Law: a process that fails ends the other with one line: which, and why.
 
     Without torchrun, which ends the other, too, as soon as it sees one fail.
     """
-    command = (PROGRAM, "--fail", "1@5", *words(tmp_path, "run"))
-    both = run_ranks(*command, timeout=LONGEST, check=False)
-    told, failed = (process.stderr for process in both)
-    assert [process.returncode for process in both] == [1, 1]
-    assert failed.rstrip().endswith(f"RuntimeError: {REASON}")
-    told = [line for line in told.splitlines() if "halfstep: error" in line]
-    reason = f"process 1: RuntimeError: {REASON}"
-    why = "halfstep: error: stopped, because another process did: "
-    assert told == [f"{why}{reason}."]
-    assert max(RunFolder(tmp_path / "run").steps()) == 5 // EVERY * EVERY
+    fault = (PROGRAM, "--fail", f"{rank}@{step}", "--error", error)
+    both = run_ranks(*fault, *words(tmp_path, "run"), timeout=LONGEST, check=False)
+    failed, told = both[rank], both[1 - rank]
+    assert (failed.returncode, told.returncode) == (130 if last else 1, 1)
+    assert failed.stderr.splitlines()[-1].startswith(last or f"{error}: ")
+    lines = [line for line in told.stderr.splitlines() if "halfstep: error" in line]
+    why = f"halfstep: error: stopped, because another process did: process {rank}: "
+    (line,) = lines
+    assert line.startswith(f"{why}{error}: ")
+    assert REASON in line
+    kept = RunFolder(tmp_path / "run").steps()
+    assert max(kept, default=0) == step // EVERY * EVERY

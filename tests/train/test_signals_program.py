@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import run_forked
+from forks import run_forked, run_ranks
 from mini_train import REASON
 from small_training import small_settings, write_letters
 
@@ -52,6 +52,18 @@ def test_the_step_is_finished_and_saved(tmp_path: Path, number: signal.Signals) 
     path = folder.checkpoint_path(step)
     atomic_directory.verify(path, atomic_directory.read(path))
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_process_that_cannot_react_ends(tmp_path: Path) -> None:
+    """Law: SIGTERM ends processes that wait for each other, too; one line says so."""
+    command = ("--block", f"1@{STRUCK}", *words(settings(tmp_path)))
+    both = run_ranks(PROGRAM, *command, timeout=60, check=False)
+    statuses = {process.returncode for process in both}
+    # The first to end makes the other lose its peer.
+    assert STATUS[signal.SIGTERM] in statuses <= {STATUS[signal.SIGTERM], 1}
+    said = "".join(process.stderr for process in both)
+    assert "halfstep: error: ended by SIGTERM: this process waits for" in said
+    assert "Traceback" not in said
 
 
 def test_an_error_ends_workers_too(tmp_path: Path) -> None:

@@ -76,13 +76,12 @@ def join(device: str) -> Iterator[World]:
     try:
         with _share_failure(store, rank):
             yield World(rank, size, torch_device)
-            # A gloo thread that still holds the last collective's tensors needs the GIL
-            # to free them. That aborts the process if the interpreter is exiting, and
-            # deadlocks if DDP is being freed. So let all ranks finish, and release the
-            # GIL by a short sleep. Not after an error: the others may never arrive.
-            dist.barrier()
-            time.sleep(0.05)
+            dist.barrier()  # not after an error: the others may never arrive
     finally:
+        # A gloo thread that still holds the last collective's tensors needs the GIL to
+        # free them. That aborts the process if the interpreter is exiting, and
+        # deadlocks if DDP is being freed. A short sleep releases the GIL.
+        time.sleep(0.05)
         dist.destroy_process_group()
 
 
@@ -181,20 +180,20 @@ def _share_failure(store: Store, rank: int) -> Iterator[None]:
     """Send the reason if this process fails; raise another process's reason."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # of KeyboardInterrupt, too, the others must know
         if not _is_lost_peer(error):
             # The store's process may have ended. The first reason is kept.
             with contextlib.suppress(RuntimeError):
                 words = _shortened(str(error))
                 if not isinstance(error, UserError):
-                    words = f"{type(error).__name__}: {words}"
+                    words = f"{type(error).__name__}: {words}".removesuffix(": ")
                 store.compare_set(_FAILURE_KEY, "", f"process {rank}: {words}")
             raise
         reason = _reason_of_peer(store)
         raise PeerLost(f"stopped, because another process did: {reason}.") from error
 
 
-def _is_lost_peer(error: Exception) -> bool:
+def _is_lost_peer(error: BaseException) -> bool:
     """Return whether an error means that another process has ended."""
     if isinstance(error, dist.DistError):  # from nccl, or a timeout of the store
         return True
@@ -212,13 +211,6 @@ def _reason_of_peer(store: Store) -> str:
                 return bytes(store.get(_FAILURE_KEY)).decode()
             time.sleep(_REASON_TIMEOUT_S / 20)
     return "it gave no reason, so it was killed or its machine was lost"
-
-
-def all_reduce_max(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the elementwise maximum over all ranks, the same on each."""
-    if dist.is_initialized():
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
-    return value
 
 
 def all_reduce_sum(value: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from halfstep.errors import UserError, require
 from halfstep.numerics import formats
@@ -263,19 +262,3 @@ def measure(
     add_(counted, tensor, forms)
     real = tensor.real if tensor.is_complex() else tensor
     return TensorStats(str(real.dtype).removeprefix("torch."), forms, counted)
-
-
-def all_reduce_counts(
-    counted: Counts, group: dist.ProcessGroup | None = None
-) -> Counts:
-    """Return the counts of all ranks, of one tensor or of stacked ones.
-
-    All ranks must call it, with equally many rows. It runs three collectives, whatever
-    the number of rows.
-    """
-    totals = Counts(*(t.clone() for t in vars(counted).values()))
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(totals.counts, group=group)
-        dist.all_reduce(totals.sums, group=group)
-        dist.all_reduce(totals.extremes, dist.ReduceOp.MAX, group=group)
-    return totals

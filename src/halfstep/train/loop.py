@@ -93,8 +93,7 @@ class Trainer:
                 self.session.model,
                 mode,
                 after=self.state.step,
-                log=self.folder.log if self.world.is_first else None,
-                over_ranks=self.world.size > 1,
+                log=self.folder.log,
             )
 
     def close(self) -> None:

@@ -53,6 +53,11 @@ def _shard(model: nn.Module, choice: Choice, world: World) -> None:
             "--parallel fsdp2 splits a model over processes, and there is one; start "
             "several with torchrun --nproc-per-node N, or use --parallel ddp."
         )
+    if choice.level.low_weights and not choice.level.masters:
+        raise UserError(
+            f"--level {choice.level} does not go with --parallel fsdp2, whose parts "
+            "are in fp32: use --level O2, or --parallel ddp."
+        )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

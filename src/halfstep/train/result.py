@@ -117,17 +117,14 @@ def finish_run(
     weights = ready.full_weights()
     checkpointing.run_on_first_rank(trainer.world, lambda: _save_model(ready, weights))
     summary["peak_memory_bytes"] = hardware.peak_memory(trainer.world.device)
-    facts, against_fp32 = compare_with_fp32(), None
-    if facts is not None:
-        summary["fp32"] = facts
-        against_fp32 = comparison_table(facts, choice)
-        tables.append(against_fp32)
     findings: list[Finding] = []
+    baseline: Table | None = None
+    against_fp32: Table | None = None
 
-    def write() -> None:
-        folder, corpus = trainer.folder, job.corpus
-        findings.extend(examine(run_reader.read(folder.path)))
-        baseline = None
+    def judge() -> None:
+        nonlocal baseline
+        corpus = job.corpus
+        findings.extend(examine(run_reader.read(trainer.folder.path)))
         if config.data is None and config.task == "classify":
             accuracy = baseline_accuracy(corpus.train, corpus.test)
             summary["baseline_accuracy"] = accuracy
@@ -142,8 +139,12 @@ def finish_run(
                 (_WHEN_IT_PAYS,) if own < accuracy else (),
             )
             tables.append(baseline)
+        write()
+
+    def write() -> None:
+        folder = trainer.folder
         report = html_report.ReportData(
-            title=f"halfstep run: {corpus.name}",
+            title=f"halfstep run: {job.corpus.name}",
             lead=f"Level {choice}{masters}: {choice.reason}.",
             settings=config.data_dict(),
             chosen=_chosen(config, plan.config),
@@ -161,7 +162,13 @@ def finish_run(
         text = json.dumps(finite(summary), indent=1, allow_nan=False)
         folder.write("summary.json", text)
 
-    checkpointing.run_on_first_rank(trainer.world, write)
+    checkpointing.run_on_first_rank(trainer.world, judge)
+    facts = compare_with_fp32()  # may fail, for lack of memory perhaps
+    if facts is not None:
+        summary["fp32"] = facts
+        against_fp32 = comparison_table(facts, choice)
+        tables.append(against_fp32)
+        checkpointing.run_on_first_rank(trainer.world, write)
     lines = finding_lines(findings, trainer.folder.path)
     return RunResult(summary, tuple(tables), trainer.folder, trainer.examples, lines)
 

@@ -100,8 +100,8 @@ def run(
     if config.tensorboard:
         dependencies.check("--tensorboard", dependencies.TENSORBOARD)
     device = hardware.pick_device(config.device)
-    corpus = load_corpus(config)
     with process_group.join(device) as world, contextlib.ExitStack() as stack:
+        corpus = load_corpus(config)
         if not check:  # writes nothing there
             checkpointing.run_on_first_rank(
                 world, lambda: stack.enter_context(folder.locked())
@@ -162,7 +162,7 @@ def _train(
     for line in (*faults, *_opening_lines(trainer, ready.network, notes)):
         display.print_line(line)
     try:
-        with signals.stop_on_signals(trainer.stop):
+        with signals.stop_on_signals(trainer.stop, trainer.world.size):
             trainer.fit(display)
     except Stopped as stopped:
         return stopped

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import signal
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING
+
+from halfstep.reporting.argument_parser import print_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +20,9 @@ if TYPE_CHECKING:
     from halfstep.nonfinite.origin import BadOp
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_REPEAT_SECONDS = 1.0  # seconds
+GRACE_SECONDS = 25.0
+"""Seconds in which a rank must react to a signal; torchrun kills its own after 30."""
+_REPEAT_SECONDS = 1.0
 _EXIT_STATUS_BASE = 128  # what shells add to the signal number in the exit status
 
 
@@ -68,8 +74,10 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_on_signals(stop: StopRequest) -> Iterator[None]:
+def stop_on_signals(stop: StopRequest, processes: int = 1) -> Iterator[None]:
     """Handle signals as a request to stop, until the context ends.
+
+    One of several processes ends if it cannot react within `GRACE_SECONDS`.
 
     Python can set handlers in the main thread only; elsewhere this does nothing. It
     leaves signals alone that are ignored, as shells do for background jobs, or handled
@@ -83,7 +91,45 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
     try:
         for number in previous:
             signal.signal(number, stop.request)
-        yield
+        with _end_if_blocked(stop) if processes > 1 else contextlib.nullcontext():
+            yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _end_if_blocked(stop: StopRequest) -> Iterator[None]:
+    """End the process if no handler runs within `GRACE_SECONDS` of a signal.
+
+    Handlers run in the main thread, between instructions of Python. A collective that
+    waits for a process which is stuck does not return to them; a thread can still act.
+    """
+    reader, writer = socket.socketpair()
+    writer.settimeout(0)  # `set_wakeup_fd` demands that it does not block
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while (received := reader.recv(1)) and received[0] not in SIGNALS:
+            pass
+        if not received or is_over.wait(GRACE_SECONDS) or stop.signal:
+            return
+        name = signal.Signals(received[0]).name
+        message = (
+            f"ended by {name}: this process waits for another that does not answer; "
+            "go on from the last checkpoint with --resume"
+        )
+        os._exit(print_error(message, _EXIT_STATUS_BASE + received[0]))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        is_over.set()
+        writer.shutdown(socket.SHUT_RDWR)  # workers that were forked hold it, too
+        thread.join()
+        reader.close()
+        writer.close()

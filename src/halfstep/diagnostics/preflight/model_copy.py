@@ -25,6 +25,7 @@ from halfstep.masters.encoding import NONE
 from halfstep.nonfinite.graph import nodes_of
 from halfstep.numerics.exponents import BINS, count_exponents, unscale_histogram
 from halfstep.numerics.formats import FP16
+from halfstep.numerics.local_tensor import local_part
 from halfstep.scaling import ScaleRule
 from halfstep.session.factory import prepare
 
@@ -380,7 +381,7 @@ class SavedBytes:
     """Counts the bytes that a forward pass saves for the backward pass."""
 
     def __init__(self, model: nn.Module) -> None:
-        own = [*model.parameters(), *model.buffers()]
+        own = map(local_part, (*model.parameters(), *model.buffers()))
         self._seen = {one.untyped_storage().data_ptr() for one in own}
         self.bytes = 0
 
@@ -389,7 +390,10 @@ class SavedBytes:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if tensor.layout == torch.strided:
+        base = tensor if tensor._base is None else tensor._base  # noqa: SLF001
+        # What FSDP2 gathers for the pass are other parameters than the model's own.
+        is_weight = isinstance(base, nn.Parameter)
+        if tensor.layout == torch.strided and not is_weight:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._seen:
                 self._seen.add(storage.data_ptr())

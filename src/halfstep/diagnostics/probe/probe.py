@@ -20,18 +20,17 @@ import torch.distributed as dist
 
 from halfstep._torch.async_read import DelayedTensors, to_device_async
 from halfstep.diagnostics.probe.hooks import UNSEEN, Hooks
-from halfstep.distributed import ddp, process_group
+from halfstep.distributed import ddp
 from halfstep.errors import UserError, require
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_counts import CASTS, Counts
-from halfstep.numerics.tensor_stats import TensorStats, all_reduce_counts
+from halfstep.numerics.tensor_stats import TensorStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator
 
     from torch import Tensor, nn
 
-    from halfstep.diagnostics.probe.hooks import Key
     from halfstep.numerics.formats import FloatFormat
 
 Mode = Literal["flags", "sampled", "full"]
@@ -66,10 +65,6 @@ class Probe:
             uninterrupted one would.
         log: Called with each event, plain values for `json.dumps`; or a file such as
             metrics.jsonl, to which the first process appends them.
-        over_ranks: Flags and statistics are those of all processes. All must have such
-            a probe of the same mode, and call `step` together. Flags take one
-            collective a step; a step with statistics takes four, one of them blocking.
-        group: Processes that take part; None: all.
 
     Raises:
         UserError: If an argument is out of its range, or a log has no folder.
@@ -94,8 +89,6 @@ class Probe:
         casts: Iterable[FloatFormat | str | torch.dtype] = CASTS,
         after: int = 0,
         log: Callable[[Event], object] | str | Path | None = None,
-        over_ranks: bool = False,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         require("mode", mode, mode in MODES, f"one of {', '.join(MODES)}")
         require("every", every, type(every) is int and every >= 1, "1 or more")
@@ -121,7 +114,6 @@ class Probe:
         self._unobserved: str | None = None
         """Path of a module that was not observed although it may have run."""
         self._log = _writer(log)
-        self._over_ranks, self._group = over_ranks, group
         self._pending: DelayedTensors[Callable[[list[Tensor]], None]] = DelayedTensors()
         self._hooks = Hooks(ddp.unwrap(model), self._casts, full=mode != "flags")
         self._begin()
@@ -204,7 +196,7 @@ class Probe:
     def _send_flags(self) -> None:
         hooks = self._hooks
         records = hooks.records
-        if not (records.peaks or hooks.traced or self._over_ranks):  # all on the host
+        if not (records.peaks or hooks.traced):  # all on the host
             bad = {number for number, flag in records.nonfinite.items() if flag}
             self._arrive(self.steps, records.nonfinite, self._named(records.order, bad))
             return
@@ -217,22 +209,8 @@ class Probe:
             traced = [*range(count), *reversed(range(count, 2 * count))]
             order, first_seen = [*traced, *order], [*traced, *first_seen]
             rows = [hooks.flags[0].clone(), hooks.flags[1].flip(0), *rows]
-        if self._over_ranks:
-            order, rows = self._reduced_over_ranks(order, rows)
         arrived = partial(self._flags_arrived, self.steps, order, first_seen)
         self._submit(arrived, rows or [torch.empty(0)])
-
-    def _reduced_over_ranks(
-        self, order: list[int], rows: list[Tensor]
-    ) -> tuple[list[int], list[Tensor]]:
-        """Return the flags of all names, each the maximum over all processes."""
-        hooks = self._hooks
-        every = torch.full((len(hooks.names),), UNSEEN, device=hooks.device)
-        if order:
-            indices = torch.tensor(order).to(hooks.device, non_blocking=True)
-            every.scatter_reduce_(0, indices, torch.cat(rows), "amax")
-        total = process_group.all_reduce_max(every, self._group)
-        return list(range(len(total))), [total]
 
     def _flags_arrived(
         self, step: int, order: list[int], first_seen: list[int], tensors: list[Tensor]
@@ -246,17 +224,13 @@ class Probe:
         """Return the names of the indices `bad`, in the order observed."""
         if not bad:
             return []
-        # Names that only other processes observed come last.
-        ordered = dict.fromkeys([*first_seen, *sorted(bad)])
-        return [self.names[number] for number in ordered if number in bad]
+        return [self.names[n] for n in dict.fromkeys(first_seen) if n in bad]
 
     # Statistics
 
     def _send_stats(self, extra: Event) -> None:
         """Send statistics to the host; `extra` are further fields of their event."""
         rows = self._hooks.records.stats
-        if self._over_ranks:
-            rows = self._stats_over_ranks(rows)
         if not rows:
             self._arrive(self.steps, (), [])
             return
@@ -275,21 +249,6 @@ class Probe:
         event = {"step": self.steps, **extra}
         arrived = partial(self._stats_arrived, event, names, dtypes)
         self._submit(arrived, [*vars(stacked).values()])
-
-    def _stats_over_ranks(self, rows: dict[Key, Counts]) -> dict[Key, Counts]:
-        """Return the statistics summed over all processes. Blocks: gathers the keys."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return rows
-        keys_per_rank: list[list[Key]] = [[]] * dist.get_world_size(self._group)
-        dist.all_gather_object(keys_per_rank, list(rows), group=self._group)
-        # All processes must reduce them in the same order: that of the first process.
-        keys = list(dict.fromkeys(key for keys in keys_per_rank for key in keys))
-        none = Counts.zeros(len(self._casts), self._hooks.device)
-        if not keys:
-            return {}
-        local = Counts.stacked([rows.get(key, none) for key in keys])
-        totals = all_reduce_counts(local, self._group).rows()
-        return dict(zip(keys, totals, strict=True))
 
     def _stats_arrived(
         self, event: Event, names: list[str], dtypes: list[str], tensors: list[Tensor]
