@@ -1,6 +1,7 @@
 """Ranks that join, agree and leave together, and what DDP exchanges for a session."""
 
 import contextlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,10 +19,13 @@ import halfstep as hs
 from halfstep.distributed.ddp import data_parallel
 from halfstep.distributed.process_group import (
     World,
+    all_gather_object,
     all_reduce_sum,
     barrier,
     join,
+    once_per_machine,
 )
+from halfstep.errors import UserError
 
 ALONE = World(0, 1, torch.device("cpu"))
 ONE_OF_TWO = World(0, 2, torch.device("cpu"))
@@ -33,6 +37,10 @@ def process(folder: Path) -> None:
             "world": (world.rank, world.size, world.is_first),
             "total": all_reduce_sum(torch.tensor([float(world.rank), 5.0])),
         }
+        found["pid"] = once_per_machine(os.getpid)
+        found["pids"] = all_gather_object(os.getpid())
+        with pytest.raises(UserError, match="no such file"):
+            once_per_machine(fail)
         barrier()
         if world.is_first:
             time.sleep(0.5)  # who leaves before has not waited
@@ -41,12 +49,23 @@ def process(folder: Path) -> None:
     assert (folder / "0.pt").exists()
 
 
+def fail() -> None:
+    if dist.get_rank() == 0:
+        message = "no such file"
+        raise UserError(message)
+
+
 def test_agreement(tmp_path: Path) -> None:
-    """Law: sums are the same on every rank; one rank leads."""
+    """Law: sums are the same on every rank; one rank leads.
+
+    What is done once for a machine is done by its first rank; so is an error.
+    """
     run_ranks(__file__, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     assert [rank["world"] for rank in ranks] == [(0, 2, True), (1, 2, False)]
     assert [rank["total"].tolist() for rank in ranks] == [[1.0, 10.0]] * 2
+    assert [rank["pid"] for rank in ranks] == [rank["pids"][0] for rank in ranks]
+    assert ranks[0]["pids"] == ranks[1]["pids"]
 
 
 @pytest.mark.parametrize("kind", ["O0 fp32", "O1 bf16"])

@@ -2,6 +2,7 @@
 
 import shutil
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from data_files import refused
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
     BertConfig,
     BertModel,
@@ -121,6 +123,27 @@ def test_normal_form(written: str, plain: str) -> None:
     # In the texts that make the vocabulary, too.
     other = model.character_tokenizer([written] * 2, 16)
     assert other.get_vocab() == tokenizer.get_vocab()
+
+
+@given(st.lists(st.text("aAbΣİＡ①ﬁ½e\u0301 \t\x1c\u3000\n\0天。", max_size=20)))
+def test_the_vocabulary_is_of_normal_characters(texts: list[str]) -> None:
+    """Law: it holds what occurs twice in the normal forms of whole texts."""
+    tokenizer = model.character_tokenizer(texts, 16)
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    counts = Counter("".join(map(normalizer.normalize_str, texts)))
+    expected = {character for character, count in counts.items() if count > 1}
+    assert set(tokenizer.get_vocab()) == {*model.SPECIAL_TOKENS, *expected}
+
+
+@given(st.text("aAbΣİＡ①ﬁ½e\u0301\U0001f468\u200d \t\u3000\n天。", max_size=30))
+def test_tokens_are_those_of_words_of_one_character(text: str) -> None:
+    """Law: ids and offsets are those of a slow twin that splits at each character."""
+    fast = model.character_tokenizer(["abσe天", "abσe天"], 16).backend_tokenizer
+    twin = Tokenizer(models.WordLevel(fast.get_vocab(), unk_token="[UNK]"))  # noqa: S106
+    twin.normalizer, twin.post_processor = fast.normalizer, fast.post_processor
+    twin.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    one, other = fast.encode(text), twin.encode(text)
+    assert (one.ids, one.offsets) == (other.ids, other.offsets)
 
 
 def test_unknown_characters() -> None:

@@ -6,11 +6,13 @@ With one process every collective is the identity.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from halfstep.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -31,6 +33,7 @@ _FAILURE_KEY = "halfstep/fault"
 _MAX_REASON_CHARS = 400
 _REASON_TIMEOUT_S = 2.0  # in which a failing process may send its reason
 _POLL_S = 0.005
+_LONGEST_CALL = timedelta(days=7)  # torch's own limit, 10 to 30 minutes, is for hangs
 _LOST_PEER_TEXTS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -82,6 +85,7 @@ def join(device: str) -> Iterator[World]:
         # free them. That aborts the process if the interpreter is exiting, and
         # deadlocks if DDP is being freed. A short sleep releases the GIL.
         time.sleep(0.05)
+        _machine_group.cache_clear()
         dist.destroy_process_group()
 
 
@@ -249,6 +253,42 @@ def all_gather_object(value: T) -> list[T]:
 def first_not_none(value: T | None) -> T | None:
     """Return the value of the first rank that has one, on every rank, or None."""
     return next((v for v in all_gather_object(value) if v is not None), None)
+
+
+@functools.cache
+def _machine_group(first: int, size: int) -> dist.ProcessGroup | None:
+    """Return a group of this machine's ranks; one, as torch names it by the ranks."""
+    ranks = [*range(first, first + size)]
+    return dist.new_group(
+        ranks, timeout=_LONGEST_CALL, backend="gloo", use_local_synchronization=True
+    )
+
+
+def once_per_machine(call: Callable[[], T]) -> T:
+    """Return what the first process of this machine returns, on each of its processes.
+
+    The others wait, however long it takes. Without LOCAL_RANK and LOCAL_WORLD_SIZE,
+    each process calls. The result is pickled.
+
+    Raises:
+        UserError: That of the first process, on each.
+    """
+    if not dist.is_initialized():
+        return call()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    group = _machine_group(dist.get_rank() - local, size)
+    outcome: list[T | UserError | None] = [None]
+    if local == 0:
+        try:
+            outcome = [call()]
+        except UserError as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    result: Any = outcome[0]
+    if isinstance(result, UserError):
+        raise result
+    return cast("T", result)
 
 
 def barrier() -> None:

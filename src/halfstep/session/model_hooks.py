@@ -28,6 +28,7 @@ from halfstep.scaling import grad_scaler
 from halfstep.session.chained_optimizer import optimizers_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
     from halfstep.machine.recommendation import Choice

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.errors import UserError
+from halfstep.train.task_progress import track
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -280,7 +281,7 @@ def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: 
     sentence has the same tokens with and without word boundaries.
     """
     import tokenizers
-    from tokenizers import models, normalizers, pre_tokenizers, processors
+    from tokenizers import models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
     normalizer = normalizers.Sequence(
@@ -291,15 +292,22 @@ def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: 
         ]
     )
     counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(normalizer.normalize_str(text))
+    ascii_counts: Counter[str] = Counter()
+    for text in track(texts, "collecting characters", "characters"):
+        if text.isascii():  # each of its characters is normalized by itself, below
+            ascii_counts.update(text)
+        else:
+            counts.update(normalizer.normalize_str(text))
+    for character, count in ascii_counts.items():
+        for normal in normalizer.normalize_str(character):
+            counts[normal] += count
     characters = sorted(char for char, seen in counts.items() if seen >= _LEAST_COUNT)
     vocabulary = {
         token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])
     }
-    core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106
+    # BPE without merges: half the time of splitting a text into words of one character.
+    core = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="[UNK]"))  # noqa: S106
     core.normalizer = normalizer
-    core.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     core.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],

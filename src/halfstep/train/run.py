@@ -101,7 +101,7 @@ def run(
         dependencies.check("--tensorboard", dependencies.TENSORBOARD)
     device = hardware.pick_device(config.device)
     with process_group.join(device) as world, contextlib.ExitStack() as stack:
-        corpus = load_corpus(config)
+        corpus = process_group.once_per_machine(lambda: load_corpus(config))
         if not check:  # writes nothing there
             checkpointing.run_on_first_rank(
                 world, lambda: stack.enter_context(folder.locked())
@@ -251,12 +251,14 @@ def make_job(
 ) -> tuple[TrainJob, float]:
     """Return what a run trains on, and the seconds that tokenizing took."""
     began = time.perf_counter()
-    encoded = {
-        split: tokenized.encode_split(
-            getattr(corpus, split), network.tokenizer, config.task
-        )
-        for split in ("train", "dev", "test")
-    }
+    encoded = process_group.once_per_machine(
+        lambda: {
+            split: tokenized.encode_split(
+                getattr(corpus, split), network.tokenizer, config.task
+            )
+            for split in ("train", "dev", "test")
+        }
+    )
     tokenise_seconds = time.perf_counter() - began
     plan = resolve_plan(config, corpus, world, scratch=network.from_scratch)
     weights = None

@@ -16,6 +16,7 @@ from halfstep.train import metrics
 from halfstep.train.data import entity_tags
 from halfstep.train.data.length_batches import ordered
 from halfstep.train.step_dataset import Objective
+from halfstep.train.task_progress import track
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -185,10 +186,13 @@ def collect_outputs(
     batches = ordered(encoded.lengths, EVAL_BATCH)
     model.eval()
     # FSDP gathers the weights collectively, so all ranks run equally many batches.
-    for start in range(0, len(batches), world.size):
-        own_batch = start + world.rank
-        counts = own_batch < len(batches)
-        indices = batches[own_batch if counts else 0]
+    rounds = [
+        batches[start : start + world.size]
+        for start in range(0, len(batches), world.size)
+    ]
+    for round_ in track(rounds, "evaluating", "batches", len(batches)):
+        counts = world.rank < len(round_)
+        indices = round_[world.rank] if counts else batches[0]
         inputs = encoded.collate(indices, job.steps.pad_id, job.steps.multiple)
         moved = {name: tensor.to(world.device) for name, tensor in inputs.items()}
         targets = moved.pop("labels")

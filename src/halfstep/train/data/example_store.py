@@ -25,6 +25,7 @@ import numpy as np
 from halfstep.checkpoint import atomic_directory
 from halfstep.errors import UserError
 from halfstep.train.data import cache, labelled_text, tagged_text, text_lines
+from halfstep.train.task_progress import track
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -142,7 +143,8 @@ def open_store(
         left_out: list[str] = []
         tagged = task == "ner"
         more = {"left_out": left_out} if tagged else {"columns": columns}
-        _write(folder, islice(reader.read(path, **more), limit), task, left_out)
+        examples = islice(reader.read(path, **more), limit)
+        _write(folder, examples, path.name, task, left_out)
         tails = [fault.removeprefix(str(path)) for fault in left_out]
         text = json.dumps(tails, ensure_ascii=False)
         (folder / "left_out.json").write_text(text, encoding="utf-8")
@@ -161,7 +163,7 @@ def _content(path: Path) -> str:
 
 
 def _write(
-    folder: Path, examples: Iterator[Any], task: str, left_out: list[str]
+    folder: Path, examples: Iterator[Any], source: str, task: str, left_out: list[str]
 ) -> None:
     """Write the files of a store; raise if too many sentences have invalid tags."""
     words: dict[str, int] = {}
@@ -178,7 +180,8 @@ def _write(
 
     count = 0
     with cache.ArrayWriter(folder) as arrays:
-        while chunk := list(islice(examples, _CHUNK)):
+        chunks = iter(lambda: list(islice(examples, _CHUNK)), [])
+        for chunk in track(chunks, f"reading {source}", "rows"):
             count += len(chunk)
             texts = [row.text.encode() for row in chunk]
             arrays.append("texts.utf8", b"".join(texts))

@@ -23,6 +23,7 @@ import torch
 from halfstep.errors import UserError
 from halfstep.train.data import cache, entity_tags
 from halfstep.train.data.entity_tags import IGNORED
+from halfstep.train.task_progress import track
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -204,8 +205,11 @@ def _build(folder: Path, store: Store, tokenizer: Any) -> None:  # noqa: ANN401
     tagged = store.task == "ner"
     inexact = 0
     with cache.ArrayWriter(folder) as arrays:
-        for start in range(0, len(store), _CHUNK):
-            rows = range(start, min(start + _CHUNK, len(store)))
+        chunks = (
+            range(start, min(start + _CHUNK, len(store)))
+            for start in range(0, len(store), _CHUNK)
+        )
+        for rows in track(chunks, "tokenizing", "texts", len(store)):
             token_lists = tokenize(tokenizer, map(store.text, rows), offsets=tagged)
             arrays.append_offsets("starts.i8", [len(ids) for ids, _ in token_lists])
             arrays.append("ids.i4", _flat([ids for ids, _ in token_lists]))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _LINES = 20
+_LONGEST_SILENCE = 60.0  # seconds without a line of a step
 _SCALARS = ("loss", "lr", "scale", "grad_norm", "examples_per_s", "skipped_total")
 
 
@@ -42,13 +43,15 @@ class _Plain:
         self._total = total
         self._first = done
         self._every = max(1, total // _LINES)
-        self._began = time.perf_counter()
+        self._began = self._last_line = time.perf_counter()
 
     def step(self, record: Mapping[str, Any]) -> None:
-        number = record["step"]
-        if number % self._every and number != self._total:
+        number, now = record["step"], time.perf_counter()
+        is_due = now - self._last_line > _LONGEST_SILENCE
+        if number % self._every and number != self._total and not is_due:
             return
-        spent = time.perf_counter() - self._began
+        self._last_line = now
+        spent = now - self._began
         left = spent / max(1, number - self._first) * (self._total - number)
         numbers = _numbers(record)
         self.print_line(f"step {number}/{self._total}  {numbers}  {left:.0f} s left")
