@@ -2,13 +2,12 @@
 
 All shared patches:
 
-- `casting.active_context`: leaving a grad mode clears torch's cache of casts, inside
-  contexts;
 - `casting.recompute`: `nn.DataParallel` runs its replicas under the caller's
   context;
 - `casting.recompute`: activation checkpointing recomputes segments under the policy of
   the forward pass;
-- `casting.active_context`: higher-order operators do not see its dispatch key;
+- `casting.active_context`: higher-order operators do not see its dispatch key; before
+  torch 2.13, setting the grad mode clears torch's cache of casts;
 - `session.model_hooks`: while a session exists, `clip_grad_norm_` raises where it would
   miss gradients, and errors of an unused `GradScaler` name the call to delete;
 - `diagnostics.step_numerics`: while `hs.diagnose` runs, it gets the loss passed to
@@ -35,9 +34,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    Undo = Callable[[], object]
-    Apply = Callable[[], Undo]
-
 
 _INHERITED = object()
 
@@ -56,7 +52,7 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: A
             setattr(owner, name, own)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AttributePatch:
     """Replaces an attribute of torch, as a patch for `SharedPatches`."""
 
@@ -72,67 +68,79 @@ class AttributePatch:
     open and close in every step."""
     replacement: Any = None
 
+    def apply(self) -> None:
+        """Replace the attribute, unless it is replaced."""
+        original = vars(self.owner)[self.name]
+        if original is self.replacement:
+            return
+        if self.original is not original:
+            self.replacement = self.wrap(original)
+            self.original = original
+        setattr(self.owner, self.name, self.replacement)
+
+    def undo(self) -> None:
+        """Restore the attribute, unless other code has replaced it since."""
+        if vars(self.owner).get(self.name) is self.replacement:
+            setattr(self.owner, self.name, self.original)
+
 
 class SharedPatches:
     """Patches that are applied while they have at least one user.
 
-    Each is an `AttributePatch`, or applies a patch and returns what undoes it.
+    What is interrupted can be called again: users are a set, and a patch that is
+    applied, or undone, is left alone.
+
+    Args:
+        changes: Each is an `AttributePatch`, or patches of which these are a user.
+        users: The users, where the caller adds and removes them and calls `update`.
     """
 
-    def __init__(self, *changes: AttributePatch | Apply) -> None:
+    def __init__(
+        self,
+        *changes: AttributePatch | SharedPatches,
+        users: dict[Any, None] | None = None,
+    ) -> None:
         self._changes = changes
-        self._undo: list[AttributePatch | Undo] = []
-        self._users = 0
+        self.users: dict[Any, None] = {} if users is None else users
+        self._is_applied: bool | None = False
+        """None: only some of the patches are."""
         self._busy = False
-        # Reentrant: garbage collection during `_update` may release a user.
+        # Reentrant: garbage collection during `update` may release a user.
         self._lock = threading.RLock()
 
-    def add(self, *changes: AttributePatch | Apply) -> None:
+    def add(self, *changes: AttributePatch | SharedPatches) -> None:
         """Add patches, before the first user."""
         self._changes += changes
 
-    def acquire(self) -> None:
-        """Add a user."""
-        with self._lock:
-            self._users += 1
-            if bool(self._undo) != (self._users > 0):
-                self._update()
+    def acquire(self, user: object) -> None:
+        """Add a user, any hashable object; one that is there stays one user."""
+        self.users[user] = None
+        self.update()
 
-    def release(self) -> None:
-        """Remove a user."""
-        with self._lock:
-            self._users -= 1
-            if bool(self._undo) != (self._users > 0):
-                self._update()
+    def release(self, user: object) -> None:
+        """Remove a user, if it is there."""
+        self.users.pop(user, None)
+        self.update()
 
-    def apply(self) -> Undo:
-        """Add a user and return its removal, as a patch of another `SharedPatches`."""
-        self.acquire()
-        return self.release
-
-    def _update(self) -> None:
-        """Apply or undo the patches, without a call for each: it is on every step."""
-        if self._busy:
+    def update(self) -> None:
+        """Apply the patches if there are users, else undo them."""
+        if self._is_applied == bool(self.users):
             return
-        self._busy = True
-        try:
-            while bool(self._undo) != (self._users > 0):
-                is_over = bool(self._undo)
-                while self._undo:
-                    undo = self._undo.pop()
-                    if not isinstance(undo, AttributePatch):
-                        undo()
-                    elif vars(undo.owner).get(undo.name) is undo.replacement:
-                        setattr(undo.owner, undo.name, undo.original)
-                for change in () if is_over else self._changes:
-                    if isinstance(change, AttributePatch):
-                        original = vars(change.owner)[change.name]
-                        if change.original is not original:
-                            change.original = original
-                            change.replacement = change.wrap(original)
-                        setattr(change.owner, change.name, change.replacement)
-                        self._undo.append(change)
-                    else:
-                        self._undo.append(change())
-        finally:
-            self._busy = False
+        with self._lock:
+            if self._busy:
+                return
+            self._busy = True
+            try:
+                while self._is_applied != bool(self.users):
+                    has_users = bool(self.users)
+                    self._is_applied = None
+                    for change in self._changes[:: 1 if has_users else -1]:
+                        if isinstance(change, AttributePatch):
+                            change.apply() if has_users else change.undo()
+                        elif has_users:
+                            change.acquire(self)
+                        else:
+                            change.release(self)
+                    self._is_applied = has_users
+            finally:
+                self._busy = False

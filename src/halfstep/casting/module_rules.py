@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.amp.autocast_mode import autocast as torch_autocast
 
 from halfstep._torch.dynamo import dynamo_disable
 from halfstep.casting import active_context, dispatch_kernels, dispatch_table
-from halfstep.casting.active_context import CastContext, PerThreadStack
+from halfstep.casting.active_context import CastContext
 from halfstep.distributed import ddp
 from halfstep.errors import UserError
 from halfstep.numerics.formats import cast_floating
@@ -157,8 +156,6 @@ class ModuleRuleHook:
         self._inner_policy = Policy(rules, policy.base)
         self._always_fp32 = False
         self._output_dtype: torch.dtype | None = None
-        self._entries: PerThreadStack[Callable[[], object]] = PerThreadStack()
-        """Functions that undo the calls that have not returned yet."""
 
     @property
     def category(self) -> str:
@@ -197,10 +194,10 @@ class ModuleRuleHook:
         if context is not None:
             context.matched_rules.add(self.rule_index)
         elif not self._always_fp32:
-            self._enter(_no_op, None)
+            self._enter(_no_op)
             return None
         if self.category == op_tables.BANNED:
-            self._enter(_no_op, None)
+            self._enter(_no_op)
             raise RuntimeError(
                 f"module {self.path!r} is banned by the rule "
                 f"'{self.policy.rules[self.rule_index]}', and was called."
@@ -216,11 +213,10 @@ class ModuleRuleHook:
         ):
             self._push_rule(device, context)
         else:
-            # torch's own context suffices: no user code runs here that edits weights.
             device = device or next(_tensors(module, args, kwargs)).device.type
-            autocast_off = torch_autocast(device, enabled=False)
-            autocast_off.__enter__()  # type: ignore[no-untyped-call]
-            self._enter(lambda: autocast_off.__exit__(None, None, None), context)
+            enabled = torch.is_autocast_enabled(device)
+            self._enter(partial(torch.set_autocast_enabled, device, enabled))
+            torch.set_autocast_enabled(device, False)  # noqa: FBT003 -- torch's own
         if self.category == op_tables.FP32:
             return cast_floating((args, kwargs), torch.float32)
         if self.category == op_tables.LOW:
@@ -255,34 +251,20 @@ class ModuleRuleHook:
             self.types,
             context,
         )
-        pushed = active_context.push(device, inner, self._inner_policy)
-        self._enter(lambda: active_context.pop(pushed), context)
+        entry = active_context.push(device, inner, self._inner_policy)
+        self._enter(partial(active_context.pop, entry))
 
-    def _enter(self, leave: Callable[[], object], context: CastContext | None) -> None:
-        """Store `leave` for the forward hook, and for the context if no hook runs."""
-        if context is None:
-            self._entries.push(leave)
-            return
-        abandoned = context.root.abandoned
-
-        def abandon() -> None:
-            self._entries.pop_own()
-            leave()
-
-        def forget_and_leave() -> None:
-            abandoned.remove(item)
-            leave()
-
-        item = threading.get_ident(), abandon
-        self._entries.push(forget_and_leave)
-        abandoned.append(item)
+    def _enter(self, leave: Callable[[], object]) -> None:
+        """Store what ends the call, for the forward hook or the end of the context."""
+        active_context.thread_rules().append((self, leave))
 
     @dynamo_disable
     def post_forward(self, _module: nn.Module, _args: object, output: object) -> object:
         """Forward hook; runs after an error too."""
-        leave = self._entries.pop_own()
-        if leave is not None:  # else another hook raised before `pre_forward` ran
-            leave()
+        calls = active_context.thread_rules()
+        if calls and calls[-1][0] is self:  # else `pre_forward` did not run
+            calls[-1][1]()
+            calls.pop()
         if self._output_dtype is None:
             return None
         return cast_floating(output, self._output_dtype)

@@ -198,11 +198,11 @@ def watch_torch_calls(session: object, check_clip: ClipCheck) -> None:
     """Patch the calls that a session replaces, as long as it exists."""
     check = weakref.WeakMethod(check_clip)
     _clip_checks.append(check)
-    _PATCHES.acquire()
+    _PATCHES.acquire(check)
 
     def release() -> None:
         _clip_checks.remove(check)
-        _PATCHES.release()
+        _PATCHES.release(check)
 
     weakref.finalize(session, release).atexit = False
 
