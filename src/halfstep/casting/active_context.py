@@ -321,7 +321,7 @@ class _ThreadState:
         self.innermost: dict[str, Entry] = {}
         """Device type -> the innermost entry."""
         self.rules: list[tuple[object, Callable[[], object]]] = []
-        """The hook of each module with a rule that is running, and what ends the call."""
+        """The hook of each running module with a rule, and what ends the call."""
         self.popped_elsewhere: list[Entry] = []
         """Entries that other threads have closed; this thread restores the state."""
 

@@ -133,6 +133,32 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+class LevelHook:
+    """Base of the hooks that a level registers on a model.
+
+    Copies of a model have copies of them, which `remove_hooks` removes where a copy is
+    converted in its turn.
+    """
+
+
+_HOOK_TABLES = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_state_dict_hooks": (),
+}
+"""Tables of a module's hooks -> tables of their options."""
+
+
+def remove_hooks(module: nn.Module, is_old: Callable[[object], bool]) -> None:
+    """Remove hooks from a module: functions, or objects whose methods are hooks."""
+    for name, options in _HOOK_TABLES.items():
+        hooks = getattr(module, name)
+        for key, hook in [*hooks.items()]:
+            if is_old(getattr(hook, "__self__", hook)):
+                for each in (name, *options):
+                    getattr(module, each).pop(key, None)
+
+
 class ModuleRuleHook:
     """Forward hooks that apply one rule to a module and its submodules."""
 
@@ -154,6 +180,8 @@ class ModuleRuleHook:
         earlier = [r for r in policy.rules[:rule_index] if r.kind == "op"]
         rules = *earlier, Rule("op", "*", self.category)
         self._inner_policy = Policy(rules, policy.base)
+        self.of_level = False
+        """Whether a level has registered it, and not a context."""
         self._always_fp32 = False
         self._output_dtype: torch.dtype | None = None
 
@@ -166,24 +194,34 @@ class ModuleRuleHook:
         self,
         module: nn.Module,
         *,
+        of_level: bool = False,
         always_fp32: bool = False,
         output_dtype: torch.dtype | None = None,
     ) -> None:
-        """Register the hooks on a module.
+        """Register the hooks on a module, in place of equal ones of a model's copy.
 
         Args:
             module: The module at `path`.
+            of_level: A level registers it, and not a context.
             always_fp32: Run in fp32 inside and outside of autocast, since its weights
                 are fp32.
             output_dtype: Dtype to cast the output to, needed without autocast, where
                 the next layer accepts only the dtype of its weights. None: no cast.
         """
+        self.of_level = of_level
         self._always_fp32, self._output_dtype = always_fp32, output_dtype
+        remove_hooks(module, self._is_same)
         # First, since another pre-hook may raise: `post_forward` needs the entry.
         module.register_forward_pre_hook(
             self.pre_forward, with_kwargs=True, prepend=True
         )
         module.register_forward_hook(self.post_forward, always_call=True)
+
+    def _is_same(self, other: object) -> bool:
+        return isinstance(other, ModuleRuleHook) and (
+            (self.policy, self.rule_index, self.path, self.of_level)
+            == (other.policy, other.rule_index, other.path, other.of_level)
+        )
 
     @dynamo_disable
     def pre_forward(

@@ -24,6 +24,7 @@ from halfstep._torch import optimizer_hooks
 from halfstep._torch.optimizer_params import first_gradient
 from halfstep._torch.patches import AttributePatch, SharedPatches
 from halfstep.casting.convert_model import DtypeErrorHook, called_modules
+from halfstep.casting.module_rules import LevelHook
 from halfstep.errors import UserError, warn_caller
 from halfstep.nonfinite.graph import saved_value
 from halfstep.numerics.formats import is_low
@@ -54,7 +55,7 @@ def attach(model: nn.Module, choice: Choice, device: str, *, masters: bool) -> N
             each.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
 
 
-class LowStateDictHook:
+class LowStateDictHook(LevelHook):
     """State-dict hook: warns once that the state has 16-bit weights.
 
     In copies and pickles of the model, which have no session, it is inactive.
