@@ -553,13 +553,11 @@ def pickled(model: nn.Module) -> Any:
 def test_a_copy_that_is_prepared_drops_hooks(
     level: str, twin: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """Law: a model has the hooks of its own session, and none of those of its copies."""
+    """Law: a model has the hooks of its own session, and none of others."""
 
     def prepare(model: nn.Module, rule: str) -> Session:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return hs.prepare(
-            model, optimizer, level, dtype="bf16", policy=f"torch + {rule}"
-        )
+        return hs.prepare(model, optimizer, level, dtype="bf16", policy=rule)
 
     model: nn.Module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     for rule in ("torch + module:0=fp32", "torch + module:2=fp32", "torch"):

@@ -68,21 +68,6 @@ class AttributePatch:
     open and close in every step."""
     replacement: Any = None
 
-    def apply(self) -> None:
-        """Replace the attribute, unless it is replaced."""
-        original = vars(self.owner)[self.name]
-        if original is self.replacement:
-            return
-        if self.original is not original:
-            self.replacement = self.wrap(original)
-            self.original = original
-        setattr(self.owner, self.name, self.replacement)
-
-    def undo(self) -> None:
-        """Restore the attribute, unless other code has replaced it since."""
-        if vars(self.owner).get(self.name) is self.replacement:
-            setattr(self.owner, self.name, self.original)
-
 
 class SharedPatches:
     """Patches that are applied while they have at least one user.
@@ -134,13 +119,22 @@ class SharedPatches:
                 while self._is_applied != bool(self.users):
                     has_users = bool(self.users)
                     self._is_applied = None
-                    for change in self._changes[:: 1 if has_users else -1]:
-                        if isinstance(change, AttributePatch):
-                            change.apply() if has_users else change.undo()
-                        elif has_users:
-                            change.acquire(self)
-                        else:
-                            change.release(self)
+                    self._change(apply=has_users)
                     self._is_applied = has_users
             finally:
                 self._busy = False
+
+    def _change(self, *, apply: bool) -> None:
+        """Apply the patches, or undo them, without a call for each: it is on a step."""
+        for change in self._changes[:: 1 if apply else -1]:
+            if isinstance(change, SharedPatches):
+                change.acquire(self) if apply else change.release(self)
+                continue
+            current = vars(change.owner).get(change.name)
+            if apply and current is not change.replacement:
+                if change.original is not current:
+                    change.replacement = change.wrap(current)
+                    change.original = current
+                setattr(change.owner, change.name, change.replacement)
+            elif not apply and current is change.replacement:
+                setattr(change.owner, change.name, change.original)

@@ -24,7 +24,7 @@ import sys
 import threading
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from operator import call
+from operator import attrgetter, call
 from typing import TYPE_CHECKING, Any
 
 import torch._ops
@@ -370,6 +370,9 @@ class Entry:
     """Nothing is left to do for its end."""
 
 
+_CONTEXT, _DEVICE = attrgetter("context"), attrgetter("device")
+
+
 def nesting() -> int:
     """Return the number of autocast contexts around, torch's included."""
     # A signal is handled after a call: here after both, in one instruction.
@@ -437,15 +440,9 @@ def push(
         owner,
         len(state.rules),
         map(call, then),
-        {key: _value_of(key) for key in settings},
     )
+    entry.outside = _outside_of(entry, settings, sets_torch=torch_context is not None)
     depth = nesting()
-    if torch_context is not None:
-        entry.outside |= {
-            (torch.set_autocast_enabled, device): torch.is_autocast_enabled(device),
-            (torch.set_autocast_dtype, device): torch.get_autocast_dtype(device),
-            (torch.set_autocast_cache_enabled,): torch.is_autocast_cache_enabled(),
-        }
     try:
         if torch_context is not None:
             torch_autocast.__enter__(torch_context)  # type: ignore[no-untyped-call]
@@ -469,11 +466,22 @@ def push(
     return entry
 
 
-def _value_of(key: tuple[Any, ...]) -> object:
-    """Return the value of a setting of `_compile_settings`."""
-    if key == _NUMBER:
-        return torch.get_autocast_dtype(NO_BACKEND)
-    return getattr(key[1], key[2])
+def _outside_of(
+    entry: Entry, settings: Iterable[tuple[Any, ...]], *, sets_torch: bool
+) -> dict[tuple[Any, ...], Any]:
+    """Return what restores the settings, and torch's state, as they are now."""
+    outside: dict[tuple[Any, ...], Any] = {}
+    for key in settings:
+        is_config = key[0] is setattr
+        outside[key] = (
+            getattr(*key[1:]) if is_config else torch.get_autocast_dtype(NO_BACKEND)
+        )
+    if sets_torch:
+        device = entry.device
+        outside[torch.set_autocast_enabled, device] = torch.is_autocast_enabled(device)
+        outside[torch.set_autocast_dtype, device] = torch.get_autocast_dtype(device)
+        outside[torch.set_autocast_cache_enabled,] = torch.is_autocast_cache_enabled()
+    return outside
 
 
 def _separate_casts(
@@ -483,13 +491,11 @@ def _separate_casts(
     is_shared = dtype != outer_dtype and _is_excluded(_BELOW_AUTOGRAD)
     if dtype != outer_dtype and not is_shared:
         torch.clear_autocast_cache()
-    # Another thread's context may have another dtype.
-    if is_shared or any(
-        other.device == entry.device
-        and other.dtype not in (None, dtype)
-        and other.state is not entry.state
-        for other in list(_open)
-    ):
+    for other in list(_open):
+        # Another thread's context may have another dtype.
+        if other.device == entry.device and other.state is not entry.state:
+            is_shared |= other.dtype not in (None, dtype)
+    if is_shared:
         torch.set_autocast_cache_enabled(False)
 
 
@@ -529,16 +535,18 @@ def pop(entry: Entry | None) -> None:
 
 def _restore_outside(entry: Entry) -> None:
     """Restore the state; what a later entry has set is left to the end of that one."""
+    stack = entry.state.stack
     for key, value in entry.outside.items():
         is_global = key[0] is setattr and not _CONFIG_IS_PER_THREAD
-        entries = list(_open) if is_global else entry.state.stack
-        later = entries[entries.index(entry) + 1 :] if entry in entries else []
-        heir = next((other for other in later if key in other.outside), None)
-        if heir is None:
-            function, *args = key
-            function(*args, value)
-        else:
-            heir.outside[key] = value
+        entries = list(_open) if is_global else stack
+        if entries and entries[-1] is not entry and entry in entries:
+            later = entries[entries.index(entry) + 1 :]
+            heir = next((other for other in later if key in other.outside), None)
+            if heir is not None:
+                heir.outside[key] = value
+                continue
+        function, *args = key
+        function(*args, value)
     entry.outside = {}
 
 
@@ -577,8 +585,9 @@ def entry_of(owner: object) -> Entry | None:
 
 def _update_innermost(state: _ThreadState) -> None:
     """Find the innermost entries, and include our key if one has a policy."""
-    state.innermost = {entry.device: entry for entry in state.stack}
-    included = any(entry.context for entry in state.innermost.values())
+    state.innermost = dict(zip(map(_DEVICE, state.stack), state.stack, strict=True))
+    contexts = [*map(_CONTEXT, state.innermost.values())]
+    included = contexts.count(None) < len(contexts)
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, included)  # noqa: SLF001
     torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not included)  # noqa: SLF001
 
