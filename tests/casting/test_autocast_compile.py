@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -371,8 +372,11 @@ def test_graph_break(program: Callable[[Tensor], Tensor]) -> None:
 
 
 POLICIES = ["torch", "lean", "torch + op:exp=fp32"]
-TYPES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu")
-DEVICES = tuple(filter(torch.amp.is_autocast_available, TYPES))
+ALIKE = (
+    "torch + op:exp=fp32 + op:log=low + op:tan=keep",
+    "torch + op:log=fp32 + op:cosh=low + op:rsqrt=keep",
+)
+"""Policies whose hashes are equal modulo 28560."""
 
 
 def compared(m: Tensor) -> tuple[Tensor, ...]:
@@ -385,11 +389,10 @@ def dtypes(policy: str, function: Any) -> list[str]:
         return [str(result.dtype) for result in function(torch.ones(4, 4))]
 
 
-def sign(policy: str) -> list[tuple[str, str]]:
-    """Return what torch says of every type of device in a region."""
-    with autocast("cpu", policy=policy):
-        on = filter(torch.is_autocast_enabled, DEVICES)
-        return [(device, str(torch.get_autocast_dtype(device))) for device in on]
+def sign(policy: str) -> list[str]:
+    """Return what is part of the key of torch's caches on disk in a context."""
+    with autocast("cpu", policy=policy, cache=CastCache()):
+        return [torch.compiler.config.cache_key_tag]
 
 
 def process(what: str, policies: list[str], cache: Path) -> list[list[object]]:
@@ -405,14 +408,60 @@ def process(what: str, policies: list[str], cache: Path) -> list[list[object]]:
 
 
 @pytest.mark.filterwarnings("ignore:policy rule")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="no cache of traces there")
 def test_a_policy_looks_the_same_in_every_process(tmp_path: Path) -> None:
-    """Law: torch's state tells policies apart, in whatever order they come.
+    """Law: the key of torch's caches on disk names the policy, whatever its number.
 
-    That state is part of the key under which torch.compile stores what it compiled.
+    The user's own tag comes back.
     """
+    torch.compiler.config.cache_key_tag = "own"
     here = [sign(policy) for policy in POLICIES]
+    assert torch.compiler.config.cache_key_tag == "own"
+    torch.compiler.config.cache_key_tag = ""
     assert process("sign", POLICIES[::-1], tmp_path) == here[::-1]
-    assert len(set(map(str, here))) == len(POLICIES)
+    here += map(sign, ALIKE)
+    assert len(set(map(str, here))) == len(POLICIES) + len(ALIKE)
+
+
+@pytest.mark.filterwarnings("ignore:policy rule")
+def test_policies_beyond_the_numbers() -> None:
+    """Law: however many policies there are, none runs what another compiled."""
+    torch._dynamo.reset()
+    compiled = torch.compile(compared, backend="eager", fullgraph=True)
+    expected = [dtypes(policy, compared) for policy in POLICIES]
+    ops = ("exp", "log", "sinh", "cosh", "tan", "acos", "asin", "erfinv", "expm1")
+    for number, (one, other) in enumerate(permutations(ops, 2)):
+        with autocast("cpu", policy=f"torch + op:{one}=fp32 + op:{other}=low"):
+            pass
+        if number % 20 == 0:
+            assert [dtypes(policy, compiled) for policy in POLICIES] == expected
+
+
+@pytest.mark.filterwarnings("ignore:policy rule")
+@pytest.mark.parametrize("policy", ["torch", "lean", MM])
+def test_other_devices_are_not_in_autocast(policy: str) -> None:
+    """Law: a context says of no device but its own that autocast is on."""
+    others = ("cuda", "xpu", "mps", "ipu", "maia", "mtia", "hpu", "xla")
+    devices = list(filter(torch.amp.is_autocast_available, others))
+    before = [torch.get_autocast_dtype(device) for device in devices]
+    with autocast("cpu", policy=policy, cache=CastCache()):
+        assert not any(map(torch.is_autocast_enabled, devices))
+        assert [torch.get_autocast_dtype(device) for device in devices] == before
+
+
+def test_contexts_that_overlap_share_the_settings() -> None:
+    """Law: the compiler's settings last until the last of the contexts has ended."""
+    config: Any = torch._functorch.config
+    first, second = (autocast("cpu", policy=policy) for policy in ("lean", MM))
+    first.__enter__()
+    second.__enter__()
+    tag = torch.compiler.config.cache_key_tag
+    first.__exit__(None, None, None)
+    assert config.backward_pass_autocast == "off"  # noqa: S105 -- no password
+    assert torch.compiler.config.cache_key_tag == tag
+    second.__exit__(None, None, None)
+    assert config.backward_pass_autocast == TORCHS
+    assert not torch.compiler.config.cache_key_tag
 
 
 @pytest.mark.slow

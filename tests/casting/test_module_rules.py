@@ -308,6 +308,30 @@ def test_copies_obey(twin: Callable[[nn.Module], Any]) -> None:
         assert other.seen[-1] == ("e", FP32, FP32)
 
 
+def num_hooks(model: nn.Module) -> list[int]:
+    tables = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks")
+    options = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+    modules = [*model.modules()]
+    return [sum(len(getattr(m, each)) for m in modules) for each in tables + options]
+
+
+@pytest.mark.filterwarnings("ignore:policy rule")
+@pytest.mark.parametrize("twin", [copy.deepcopy, copied])
+def test_copies_of_copies_have_no_more_hooks(twin: Callable[[nn.Module], Any]) -> None:
+    """Law: however often a model is copied, each rule has one hook, and acts."""
+    words = "torch + module:a.b=low + module:a=fp32"
+    model, _ = small()
+    with autocast("cpu", policy=words, model=model):
+        model(X)
+    expected = list(model.seen), num_hooks(model)
+    for _ in range(3):
+        model = twin(model)
+        model.seen.clear()
+        with autocast("cpu", policy=words, model=model):
+            model(X)
+        assert (model.seen, num_hooks(model)) == expected
+
+
 def test_threads_share_a_module() -> None:
     """Law: threads in the same module at once, one in a region, do not meddle."""
     barrier = threading.Barrier(2, timeout=30)

@@ -45,9 +45,9 @@ DEVICES = ("cpu", "cuda", "ipu", "maia", "mtia", "hpu")
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_opened_here_closed_there(name: str) -> None:
-    """Law: a generator may open a context in one thread and end in another, as torch's.
+    """Law: a generator may open a context in one thread and end in another.
 
-    Nothing is counted as open after it, and ours leaves no policy in either thread.
+    Both threads are then outside; torch.autocast stays on in the first.
     """
 
     def hold(context: Any) -> Iterator[torch.dtype]:
@@ -64,7 +64,7 @@ def test_opened_here_closed_there(name: str) -> None:
 
     def state() -> tuple[object, ...]:
         x = torch.ones(2, 2)
-        with hs.autocast("cpu", enabled=False):  # a policy's last traces go here
+        with hs.autocast("cpu", enabled=False):  # the thread learns of it here
             pass
         return (
             [torch.is_autocast_enabled(device) for device in DEVICES],
@@ -74,11 +74,12 @@ def test_opened_here_closed_there(name: str) -> None:
             torch.mm(x, x).dtype,
         )
 
-    ours = start_and_end(hs.autocast("cpu", torch.float16, **CONTEXTS[name]))
-    assert ours == start_and_end(torch.autocast("cpu", torch.float16))
+    outside = state()
+    seen, *states = start_and_end(hs.autocast("cpu", torch.float16, **CONTEXTS[name]))
+    assert seen == torch.float16
+    assert states == [outside, outside]
     assert active_context.active("cpu") is None
-    assert not active_context._open
-    assert active_context.patches._users == 0
+    assert not active_context.patches.users
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
@@ -98,7 +99,7 @@ def test_a_used_context_is_copied(name: str) -> None:
 
 
 def test_closed_out_of_order() -> None:
-    """Law: of contexts that overlap, each ends what it has begun, and no more."""
+    """Law: after contexts that overlap, the state is that outside of both."""
     x = torch.ones(2, 2)
     outer = hs.autocast("cpu", policy="torch + op:mm=fp32")
     inner = hs.autocast("cpu", policy="torch + op:mm=keep")
@@ -109,8 +110,7 @@ def test_closed_out_of_order() -> None:
     outer.__exit__(None, None, None)
     inner.__exit__(None, None, None)
     assert active_context.active("cpu") is None
-    assert not torch.is_autocast_enabled("ipu")  # no policy's sign
-    torch.set_autocast_enabled("cpu", False)  # noqa: FBT003 -- as torch's own leave it
+    assert not torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu", torch.float16):
         assert x.mm(x).dtype == torch.float16
 
@@ -132,5 +132,4 @@ def test_one_that_is_finished_elsewhere() -> None:
         list(generator)
         assert other.submit(lambda: x.mm(x).dtype).result() == torch.float32
         other.submit(context.__exit__, None, None, None).result()
-    # As with torch's, this thread has closed one more than it has opened.
-    torch.autocast_increment_nesting()
+    assert active_context.nesting() == 0

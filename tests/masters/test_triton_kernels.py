@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from halfstep.masters import triton_jit as triton_code
 
-TYPES = {"table": "*i64", "rows": "i32", "sums": "*fp64", "absmax": "*i32"}
+TYPES = {"table": "*i64", "rows": "i32", "sums": "*fp64"}
 numbered = "constants" in inspect.signature(ASTSource).parameters
 said = []
 for name, constants in json.loads(sys.argv[1]):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from halfstep.numerics.local_tensor import dense_values
-from halfstep.numerics.norms import absmax_of
+from halfstep.numerics.norms import absmax_of, nonfinite_marks
 from halfstep.scaling.step_report import (
-    GradAbsmax,
+    NonFiniteMarks,
     NonFiniteParam,
     StepReport,
     find_nonfinite_params,
@@ -103,9 +103,15 @@ def test_non_finite_names_every_culprit() -> None:
 
 def test_culprits_seen_later() -> None:
     """Law: what is taken down of gradients tells inf from NaN once they are gone."""
-    held = {"fine": 1.0, "inf": -math.inf, "nan": math.nan}
-    grads = [torch.tensor([0.0, value]) for value in held.values()]
-    culprits = GradAbsmax([*held, "empty"], absmax_of([*grads, torch.empty(0)]))
+    held = {
+        "fine": [0.0, 1.0],
+        "inf": [-math.inf, 0.0],
+        "nan": [0.0, math.nan],
+        "both": [math.nan, math.inf],
+        "empty": [],
+    }
+    grads = [*map(torch.tensor, held.values())]
+    culprits = NonFiniteMarks([*held], nonfinite_marks(grads, absmax_of(grads)))
     for gradient in grads:
         gradient.zero_()
     wide = torch.tensor([1e200], dtype=torch.float64)
@@ -114,6 +120,7 @@ def test_culprits_seen_later() -> None:
     assert culprits() == (
         NonFiniteParam("inf", inf=True, nan=False),
         NonFiniteParam("nan", inf=False, nan=True),
+        NonFiniteParam("both", inf=True, nan=True),
     )
 
 

@@ -534,3 +534,37 @@ def test_states_of_other_types(form: str, way: dict[str, Any], edit: str) -> Non
         step(session, 4, 5)
         step(session, 6, 7)
     assert same(*map(cases.everything, sessions))
+
+
+def num_hooks(model: nn.Module) -> list[int]:
+    tables = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks")
+    options = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+    modules = [*model.modules()]
+    return [sum(len(getattr(m, each)) for m in modules) for each in tables + options]
+
+
+def pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))  # noqa: S301 -- our own bytes
+
+
+@pytest.mark.filterwarnings("ignore:policy rule")
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("twin", [copy.deepcopy, pickled])
+def test_a_copy_that_is_prepared_drops_hooks(
+    level: str, twin: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Law: a model has the hooks of its own session, and none of others."""
+
+    def prepare(model: nn.Module, rule: str) -> Session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return hs.prepare(model, optimizer, level, dtype="bf16", policy=rule)
+
+    model: nn.Module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    for rule in ("torch + module:0=fp32", "torch + module:2=fp32", "torch"):
+        session = prepare(model, rule)
+        with session.autocast():
+            session.model(torch.ones(1, 2))
+        fresh = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+        prepare(fresh, rule)
+        assert num_hooks(model) == num_hooks(fresh)
+        model = twin(model)

@@ -18,7 +18,7 @@ from torch import Tensor
 from halfstep.masters import cpu_kernels
 from halfstep.masters import triton_kernels as tk
 from halfstep.masters.fused_step import Adam, ParamUpdate, Rule, Sgd
-from halfstep.numerics.norms import absmax_of
+from halfstep.numerics.norms import absmax_of, nonfinite_marks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -213,17 +213,18 @@ def check_lazy(device: torch.device) -> None:
 
 def check_look(device: torch.device) -> None:
     for dtype, numel, bad in product(GRADIENTS, (1, 4096, 9001), (None, 0, -1)):
-        for value in (torch.inf, -torch.inf, torch.nan):
+        for value in ([torch.inf], [-torch.inf], [torch.nan], [torch.nan, torch.inf]):
             torch.manual_seed(numel)
             whole = [guarded(torch.randn(n).to(dtype), n % 2, device) for n in (5, 0)]
             whole.append(guarded(torch.randn(numel).to(dtype), numel % 2, device))
             exact = sum(float(g.double().square().sum()) for g in whole)
-            if bad is not None:
-                whole[-1][bad] = value
-            alone, nothing, largest = tk.check_absmax(whole, norm=False)
-            found, total, absmax = tk.check_absmax(whole, norm=True)
-            same(absmax, absmax_of(whole).float().cpu(), f"{dtype} {numel}")
-            assert torch.equal(largest.nan_to_num(-1), absmax.nan_to_num(-1))
+            if bad is not None:  # the second in another block, if there is one
+                for number, each in enumerate(value[:numel]):
+                    whole[-1][bad - number] = each
+            alone, nothing, marks_alone = tk.check_each(whole, norm=False)
+            found, total, marks = tk.check_each(whole, norm=True)
+            same(marks, nonfinite_marks(whole, absmax_of(whole)).cpu(), f"{dtype}")
+            assert torch.equal(marks_alone, marks)
             assert alone == found == float(bad is not None)
             assert nothing is None
             assert found.dtype == FP32

@@ -66,7 +66,7 @@ class Watch(TorchDispatchMode):
 
 def patched() -> bool:
     """Whether torch is patched, as it is while a context is open in any thread."""
-    return hasattr(torch.no_grad.__exit__, "__wrapped__")
+    return hasattr(torch._ops.key_extractor, "__wrapped__")
 
 
 def outcome(program: Callable[[Make], object], make: Make) -> object:

@@ -2,13 +2,12 @@
 
 All shared patches:
 
-- `casting.active_context`: leaving a grad mode clears torch's cache of casts, inside
-  contexts;
 - `casting.recompute`: `nn.DataParallel` runs its replicas under the caller's
   context;
 - `casting.recompute`: activation checkpointing recomputes segments under the policy of
   the forward pass;
-- `casting.active_context`: higher-order operators do not see its dispatch key;
+- `casting.active_context`: higher-order operators do not see its dispatch key; before
+  torch 2.13, setting the grad mode clears torch's cache of casts;
 - `diagnostics.step_numerics`: while `hs.diagnose` runs, it gets the loss passed to
   `torch.autograd.backward`;
 - `diagnostics.step_calls`: meanwhile, the calls of every GradScaler class and of
@@ -33,9 +32,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    Undo = Callable[[], object]
-    Apply = Callable[[], Undo]
-
 
 _INHERITED = object()
 
@@ -54,7 +50,7 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:  # noqa: A
             setattr(owner, name, own)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AttributePatch:
     """Replaces an attribute of torch, as a patch for `SharedPatches`."""
 
@@ -74,63 +70,69 @@ class AttributePatch:
 class SharedPatches:
     """Patches that are applied while they have at least one user.
 
-    Each is an `AttributePatch`, or applies a patch and returns what undoes it.
+    What is interrupted can be called again: users are a set, and a patch that is
+    applied, or undone, is left alone.
+
+    Args:
+        changes: Each is an `AttributePatch`, or patches of which these are a user.
+        users: The users, where the caller adds and removes them and calls `update`.
     """
 
-    def __init__(self, *changes: AttributePatch | Apply) -> None:
+    def __init__(
+        self,
+        *changes: AttributePatch | SharedPatches,
+        users: dict[Any, None] | None = None,
+    ) -> None:
         self._changes = changes
-        self._undo: list[AttributePatch | Undo] = []
-        self._users = 0
+        self.users: dict[Any, None] = {} if users is None else users
+        self._is_applied: bool | None = False
+        """None: only some of the patches are."""
         self._busy = False
-        # Reentrant: garbage collection during `_update` may release a user.
+        # Reentrant: garbage collection during `update` may release a user.
         self._lock = threading.RLock()
 
-    def add(self, *changes: AttributePatch | Apply) -> None:
+    def add(self, *changes: AttributePatch | SharedPatches) -> None:
         """Add patches, before the first user."""
         self._changes += changes
 
-    def acquire(self) -> None:
-        """Add a user."""
-        with self._lock:
-            self._users += 1
-            if bool(self._undo) != (self._users > 0):
-                self._update()
+    def acquire(self, user: object) -> None:
+        """Add a user, any hashable object; one that is there stays one user."""
+        self.users[user] = None
+        self.update()
 
-    def release(self) -> None:
-        """Remove a user."""
-        with self._lock:
-            self._users -= 1
-            if bool(self._undo) != (self._users > 0):
-                self._update()
+    def release(self, user: object) -> None:
+        """Remove a user, if it is there."""
+        self.users.pop(user, None)
+        self.update()
 
-    def apply(self) -> Undo:
-        """Add a user and return its removal, as a patch of another `SharedPatches`."""
-        self.acquire()
-        return self.release
-
-    def _update(self) -> None:
-        """Apply or undo the patches, without a call for each: it is on every step."""
-        if self._busy:
+    def update(self) -> None:
+        """Apply the patches if there are users, else undo them."""
+        if self._is_applied == bool(self.users):
             return
-        self._busy = True
-        try:
-            while bool(self._undo) != (self._users > 0):
-                is_over = bool(self._undo)
-                while self._undo:
-                    undo = self._undo.pop()
-                    if not isinstance(undo, AttributePatch):
-                        undo()
-                    elif vars(undo.owner).get(undo.name) is undo.replacement:
-                        setattr(undo.owner, undo.name, undo.original)
-                for change in () if is_over else self._changes:
-                    if isinstance(change, AttributePatch):
-                        original = vars(change.owner)[change.name]
-                        if change.original is not original:
-                            change.original = original
-                            change.replacement = change.wrap(original)
-                        setattr(change.owner, change.name, change.replacement)
-                        self._undo.append(change)
-                    else:
-                        self._undo.append(change())
-        finally:
-            self._busy = False
+        with self._lock:
+            if self._busy:
+                return
+            self._busy = True
+            try:
+                while self._is_applied != bool(self.users):
+                    has_users = bool(self.users)
+                    self._is_applied = None
+                    self._change(apply=has_users)
+                    self._is_applied = has_users
+            finally:
+                self._busy = False
+
+    def _change(self, *, apply: bool) -> None:
+        """Apply the patches, or undo them, without a call for each: it is on a step."""
+        for change in self._changes[:: 1 if apply else -1]:
+            if isinstance(change, SharedPatches):
+                change.acquire(self) if apply else change.release(self)
+                continue
+            current = vars(change.owner).get(change.name)
+            if apply and current is not change.replacement:
+                if change.original is not current:
+                    change.replacement = change.wrap(current)
+                    change.original = current
+                setattr(change.owner, change.name, change.replacement)
+            elif not apply and current is change.replacement:
+                setattr(change.owner, change.name, change.original)

@@ -10,9 +10,9 @@ Inside a backward pass, a context is active only if it was pushed in that same p
 recomputed code gets the context of its forward pass from `recompute`, and the context
 around `backward()` has no effect.
 
-Two states of torch's follow the stack: its cache of casts, which is cleared when a
-weight or the dtype may have changed, and what makes torch.compile compile again for
-another policy.
+Ctrl-C may come between any two calls. So an entry of the stack first records the state
+outside, and then sets its own; `pop` restores what was recorded, and may be called
+again if it was interrupted.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import functools
 import hashlib
 import sys
 import threading
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from operator import attrgetter, call
+from typing import TYPE_CHECKING, Any
 
 import torch._ops
 from torch._C import DispatchKey
+from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.autograd import grad_mode
 from torch.library import Library, fallthrough_kernel
 
@@ -36,14 +38,13 @@ from halfstep._torch.patches import AttributePatch, SharedPatches
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
 from halfstep.policy import op_tables
-from halfstep.policy.rules import TORCH, Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch._C import DispatchKeySet
 
-T = TypeVar("T")
+    from halfstep.policy.rules import Policy
 
 KEY = DispatchKey.__members__["AutocastPrivateUse1"]
 """Precedes the autocast keys of all devices, so that a policy casts before torch does;
@@ -85,13 +86,10 @@ class CastContext:
     """Class names of that module and of the enclosing ones."""
     outer: CastContext | None = None
     """The enclosing context, if a module rule created this one."""
+    nodes: list[int] = field(default_factory=list, init=False)
+    """The first of autograd's sequence numbers inside, and their end."""
     closed: bool = field(default=False, init=False)
     """The context has ended, and its cache is empty."""
-    abandoned: list[tuple[int, Callable[[], object]]] = field(
-        default_factory=list, init=False
-    )
-    """(thread id, function that undoes a module rule's pre-hook). Entries left when the
-    context closes belong to modules whose forward hook an exception skipped."""
 
     def close(self) -> None:
         """Mark the context as ended and clear its cache."""
@@ -155,30 +153,13 @@ def _without_key(original: Callable[..., Any]) -> Callable[..., Any]:
 # torch's cache of casts
 #
 # It is keyed by the weight alone, so that it returns the value from before a change,
-# and the dtype of the enclosing context. A check at each operation would cost more than
-# the operation. Trainable weights are normally written to only by an optimizer or with
-# grad mode off, so the cache is cleared after either. Writes between two operations
-# under one `no_grad`, or through `weight.data` or `weight.detach()`, are not detected;
-# a `CastCache` detects all but writes through `weight.data`.
+# and the dtype of the enclosing context. Optimizers change weights, so the cache is
+# cleared after a step of theirs, and where the dtype changes. As in torch, a weight
+# that the program itself writes to in the middle of a context keeps its old cast there;
+# a `CastCache` compares version counters.
 
-_open: set[Pushed] = set()
-"""The enabled contexts of all threads, since torch's cache is shared by them."""
-
-_NO_WRITERS = frozenset(("torch.autograd.grad_mode", "torch.utils.checkpoint"))
-"""Modules that set the grad mode but write no weights. The exits of the first are
-patched themselves; the second sets it whenever a tensor is saved, in the middle of an
-operation that may use a cast many times."""
-
-
-def _clearing(run: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(run)
-    def run_and_clear(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        run(*args, **kwargs)
-        if sys._getframe(1).f_globals.get("__name__") not in _NO_WRITERS:  # noqa: SLF001
-            _clear_torch_cache()
-
-    return run_and_clear
-
+_open: dict[Entry, None] = {}
+"""The entries of all threads, in the order of opening."""
 
 _BELOW_AUTOGRAD = torch._C.DispatchKey.ADInplaceOrView  # noqa: SLF001
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded  # noqa: SLF001
@@ -191,7 +172,7 @@ the cache is not cleared, but not used any more until the context ends.
 
 
 def _clear_torch_cache(*_: object) -> None:
-    # Whatever thread writes, it may write into what a context in another has cast.
+    # Whatever thread steps, it may write into what a context in another has cast.
     if not _open:
         return
     if not _is_excluded(_BELOW_AUTOGRAD):
@@ -205,108 +186,127 @@ optimizer_hooks.register_post_step_callback(_clear_torch_cache)
 
 def in_context() -> bool:
     """Return whether this thread is in an enabled halfstep context."""
-    return any(pushed and pushed.dtype for pushed in _thread.state.innermost.values())
+    return any(entry.dtype for entry in _thread_state().innermost.values())
 
+
+def _clearing(run: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(run)
+    def run_and_clear(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        run(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__") not in _INNER_CALLERS:  # noqa: SLF001
+            _clear_torch_cache()
+
+    return run_and_clear
+
+
+_INNER_CALLERS = frozenset(("torch.autograd.grad_mode", "torch.utils.checkpoint"))
+"""Modules that set the grad mode inside a call that is patched itself, and whenever a
+tensor is saved, in the middle of an operation that may use a cast many times."""
+_CACHES_WITHOUT_GRAD = torch.__version__ < "2.13"
+"""torch 2.9 keeps a cast made with grad mode off: the weight then gets no gradient. So
+its cache is cleared when grad mode is set. 2.10 to 2.12 were not tried."""
 
 patches = SharedPatches(
     # Higher-order operators require a kernel at each key that a thread includes.
     AttributePatch(torch._ops, "key_extractor", _without_key),  # noqa: SLF001
-    optimizer_hooks.STEP_PATCH.apply,
-    AttributePatch(grad_mode.no_grad, "__exit__", _clearing),
-    AttributePatch(grad_mode.set_grad_enabled, "__exit__", _clearing),
-    AttributePatch(grad_mode.inference_mode, "__exit__", _clearing),
-    # As a function call, it has no exit: `torch.set_grad_enabled(True)`.
-    AttributePatch(grad_mode.set_grad_enabled, "__init__", _clearing),
+    optimizer_hooks.STEP_PATCH,
+    users=_open,
 )
 """Applied while any thread has a context; `recompute` adds its own."""
+if _CACHES_WITHOUT_GRAD:
+    patches.add(
+        AttributePatch(grad_mode.no_grad, "__exit__", _clearing),
+        AttributePatch(grad_mode.set_grad_enabled, "__exit__", _clearing),
+        AttributePatch(grad_mode.inference_mode, "__exit__", _clearing),
+        # As a function call, it has no exit: `torch.set_grad_enabled(True)`.
+        AttributePatch(grad_mode.set_grad_enabled, "__init__", _clearing),
+    )
 
 
 # What torch.compile compares
 #
-# Before it runs compiled code, torch compares the autocast state of all device types
-# with that at compile time, also for code from the cache on disk; it does not know
-# policies. So a number made from the policy's text (28560 are possible) is encoded as
-# the autocast state of four device types that this machine does not have. A version of
-# torch may lack some of these types, hence the list of candidates.
+# torch does not know policies. Before it runs compiled code, it compares the autocast
+# state of all device types with that at compile time, dtypes only where autocast is on.
+# In a context with a policy it is on for the device type of our dispatch key, which has
+# no backend; its dtype is the number of the policy in this process. Code from the cache
+# on disk is found by a tag, too, which names the policy in every process.
 
-_CANDIDATE_DEVICES = ("ipu", "maia", "mtia", "hpu", "mps", "xpu", "xla")
-_NUM_DEVICES = 4
-_DIGIT_DTYPES = (
-    *(None, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool),
+_NUMBERS = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.complex64, torch.complex128),
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    *(torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4),
+    *(torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2),
 )
-
-
-def _is_spare(device: str) -> bool:
-    """Return whether a device type has autocast state, but no device here."""
-    if not torch.amp.is_autocast_available(device):
-        return False
-    machine = {"mps": torch.backends.mps, "xpu": torch.xpu}.get(device)
-    return machine is None or not machine.is_available()
-
-
-_SPARE_DEVICES = tuple(islice(filter(_is_spare, _CANDIDATE_DEVICES), _NUM_DEVICES))
-_DEFAULT_DTYPES = {
-    device: torch.get_autocast_dtype(device) for device in _SPARE_DEVICES
-}
+_compile_keys: dict[Policy, tuple[torch.dtype, str]] = {}
+"""Policy -> its number and tag."""
 _CACHE_IGNORES_DTYPES = torch.__version__ < "2.13"
-"""The key of torch's cache of traced graphs on disk, `enable_autograd_cache`, lacks the
-dtypes of autocast: with 2.9.1 a policy got what another had compiled. 2.10 to 2.12 were
-not tried."""
-_MAX_NUMBER = len(_DIGIT_DTYPES) ** len(_SPARE_DEVICES) - 1
+"""The key of torch's cache of traced graphs on disk lacks the dtypes of autocast: with
+2.9.1 a policy got what another had compiled. 2.10 to 2.12 were not tried."""
 
-_policy_numbers = {TORCH: 0}
-
-
-def policy_number() -> int:
-    """Return the number that is encoded in this thread; 0: no policy is active."""
-    return _thread.state.policy_number
-
-
-def set_policy_number(number: int) -> None:
-    """Encode a number in the autocast state of the spare device types."""
-    if number == _thread.state.policy_number:
-        return
-    _thread.state.policy_number = number
-    for device in _SPARE_DEVICES:
-        number, digit = divmod(number, len(_DIGIT_DTYPES))
-        dtype = _DIGIT_DTYPES[digit]
-        torch.set_autocast_enabled(device, dtype is not None)
-        torch.set_autocast_dtype(device, dtype or _DEFAULT_DTYPES[device])
+_compiler_config: Any = torch.compiler.config
+_CONFIG_IS_PER_THREAD = isinstance(
+    getattr(_compiler_config._config["job_id"], "user_override", None),  # noqa: SLF001
+    ContextVar,
+)
+"""Older versions of torch have one config for all threads."""
+_TAG = (setattr, _compiler_config, "cache_key_tag")
+_NUMBER = (torch.set_autocast_dtype, NO_BACKEND)
 
 
-def _number_of(policy: Policy) -> int:
-    """Return the number >= 1 of a policy.
+def _compile_key(policy: Policy) -> tuple[torch.dtype, str]:
+    """Return the number of a policy, and the tag that names it in every process."""
+    with _lock:
+        if policy not in _compile_keys:
+            if len(_compile_keys) == len(_NUMBERS):
+                _free_numbers()
+            used = {number for number, _ in _compile_keys.values()}
+            # The tables count too: another version of halfstep may have others.
+            text = f"{policy} {op_tables.NAMED[policy.base]}"
+            tag = f"halfstep {hashlib.sha256(text.encode()).hexdigest()}"
+            number = next(each for each in _NUMBERS if each not in used)
+            _compile_keys[policy] = number, tag
+        return _compile_keys[policy]
 
-    It is the same in every process, unless two policies of one process would share it.
+
+def _free_numbers() -> None:
+    """Forget the policies that are not in use, and what was compiled under them."""
+    used = {entry.compile_policy for entry in list(_open)}
+    for policy in _compile_keys.keys() - used:
+        del _compile_keys[policy]
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
+
+
+def _compile_settings(policy: Policy) -> dict[tuple[Any, ...], Any]:
+    """Return function and its first arguments -> last argument, to compile so.
+
+    torch.compile also traces backward passes without autocast. Why: by default it
+    traces them under the autocast of the context around the compiled function, which
+    computes the gradients of fp32 operations in 16 bits.
     """
-    if policy not in _policy_numbers:
-        # The tables count too: another version of halfstep may have others.
-        text = f"{policy} {op_tables.NAMED[policy.base]}"
-        digest = hashlib.sha256(text.encode()).digest()
-        number: int = 1 + int.from_bytes(digest[:8], "big") % _MAX_NUMBER
-        while number in _policy_numbers.values():
-            number = 1 + number % _MAX_NUMBER
-        _policy_numbers[policy] = number
-    return _policy_numbers[policy]
-
-
-def _compile_settings() -> dict[str, Any]:
-    """Make torch.compile trace backward passes without autocast; return old settings.
-
-    Why: by default it traces them under the autocast of the context around the compiled
-    function, which computes the gradients of fp32 operations in 16 bits.
-    """
-    settings: dict[str, Any] = {}
+    number, tag = _compile_key(policy)
+    settings: dict[tuple[Any, ...], Any] = {_NUMBER: number}
     config: Any = sys.modules.get("torch._functorch.config")
-    if getattr(config, "backward_pass_autocast", None) == "same_as_forward":
-        settings["backward_pass_autocast"] = config.backward_pass_autocast
-        config.backward_pass_autocast = "off"  # noqa: S105 -- no password
-    if _CACHE_IGNORES_DTYPES and getattr(config, "enable_autograd_cache", False):
-        settings["enable_autograd_cache"] = config.enable_autograd_cache
-        config.enable_autograd_cache = False
+    if _CACHE_IGNORES_DTYPES:
+        if getattr(config, "enable_autograd_cache", False):
+            settings[setattr, config, "enable_autograd_cache"] = False
+    else:
+        settings[_TAG] = tag
+    if getattr(config, "backward_pass_autocast", None) in ("same_as_forward", "off"):
+        settings[setattr, config, "backward_pass_autocast"] = "off"
     return settings
+
+
+def compile_policy() -> Policy | None:
+    """Return the policy for which this thread compiles; None: torch's, no policy."""
+    stack = _thread_state().stack
+    policies = (entry.compile_policy for entry in reversed(stack))
+    return next((each for each in policies if each is not None), None)
 
 
 # The stack
@@ -316,17 +316,14 @@ class _ThreadState:
     """The contexts of one thread."""
 
     def __init__(self) -> None:
-        self.policy_number = 0
-        self.innermost: dict[str, Pushed | None] = {}
-        """Device type -> the innermost context."""
-        self.popped: list[
-            tuple[int | None, dict[str, Any], Callable[[], object] | None]
-        ] = []
-        """What this thread must restore and call, since another popped its context."""
-
-    def __del__(self) -> None:
-        for _ in self.popped:
-            patches.release()
+        self.thread = threading.current_thread()
+        self.stack: list[Entry] = []
+        self.innermost: dict[str, Entry] = {}
+        """Device type -> the innermost entry."""
+        self.rules: list[tuple[object, Callable[[], object]]] = []
+        """The hook of each running module with a rule, and what ends the call."""
+        self.popped_elsewhere: list[Entry] = []
+        """Entries that other threads have closed; this thread restores the state."""
 
 
 class _Thread(threading.local):
@@ -337,29 +334,53 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def _thread_state() -> _ThreadState:
+    """Return this thread's state, restored for entries that other threads closed."""
+    state = _thread.state
+    while state.popped_elsewhere:
+        pop(state.popped_elsewhere[0])
+        del state.popped_elsewhere[0]
+    return state
+
+
 @dataclass(eq=False, slots=True)
-class Pushed:
-    """A context pushed in one thread, on one device: returned by `push`."""
+class Entry:
+    """A context in the stack of one thread, on one device: returned by `push`."""
 
     context: CastContext | None
     device: str
     state: _ThreadState
-    """State of the thread that pushed: `pop` may run in another thread."""
+    """Of the thread that pushed: `pop` may run in another."""
     graph_task: int
     """Id of the backward pass that was running when it was pushed; -1: none."""
-    outer: Pushed | None
     dtype: torch.dtype | None
     """The dtype of torch's autocast inside; None: no halfstep context enabled it."""
-    outer_number: int | None = None
-    """Number of the policy outside; None: this context encodes no policy."""
-    compile_settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of torch.compile to restore."""
-    is_popped: bool = False
+    compile_policy: Policy | None
+    owner: object
+    """What `entry_of` finds it by."""
+    num_rules: int
+    """Calls of modules with a rule in which it was pushed."""
+    steps: Iterable[object]
+    """Calls what is to be called once: each item it yields is the result of a call. A
+    `map` that is asked again continues, so that an interrupt repeats no call."""
+    outside: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """Function and its first arguments -> last argument that restores the state."""
+    is_closed: bool = False
+    is_restored: bool = False
+    """Nothing is left to do for its end."""
 
-    @property
-    def cache(self) -> CastCache | None:
-        """The context's cache of casts."""
-        return None if self.context is None else self.context.cache
+
+_CONTEXT, _DEVICE = attrgetter("context"), attrgetter("device")
+
+
+def nesting() -> int:
+    """Return the number of autocast contexts around, torch's included."""
+    # A signal is handled after a call: here after both, in one instruction.
+    _, depth = map(call, (torch.autocast_increment_nesting, _decrement_nesting))
+    return depth
+
+
+_decrement_nesting = torch.autocast_decrement_nesting
 
 
 def is_in_other_dtype(dtypes: Mapping[str, torch.dtype]) -> bool:
@@ -370,9 +391,10 @@ def is_in_other_dtype(dtypes: Mapping[str, torch.dtype]) -> bool:
     Args:
         dtypes: Device type -> dtype of torch's autocast.
     """
-    open_contexts = ((_thread.state.innermost.get(d), t) for d, t in dtypes.items())
+    innermost = _thread_state().innermost
+    open_contexts = ((innermost.get(d), t) for d, t in dtypes.items())
     return not _is_excluded(_BELOW_AUTOGRAD) and any(
-        pushed is not None and pushed.dtype != dtype for pushed, dtype in open_contexts
+        entry is not None and entry.dtype != dtype for entry, dtype in open_contexts
     )
 
 
@@ -380,181 +402,215 @@ def push(
     device: str,
     context: CastContext | None,
     compile_policy: Policy | None = None,
-    dtype: torch.dtype | None = None,
-) -> Pushed:
+    *,
+    torch_context: torch_autocast | None = None,
+    owner: object = None,
+    then: Iterable[Callable[[], object]] = (),
+) -> Entry:
     """Make a context the active one of this thread, and patch torch until `pop`.
 
     Args:
         device: Device type.
         context: None: no policy.
         compile_policy: The policy for which torch.compile compiles. None: as before.
-        dtype: Of torch's autocast, if it was enabled for this context. None: as before.
+        torch_context: Sets torch's autocast state. None: it stays.
+        owner: What `entry_of` finds the entry by.
+        then: Called once by `pop`, in this thread. If the thread has ended, they are
+            not called.
 
     Raises:
         UserError: If an out-of-tree backend uses the dispatch key.
     """
     if context is not None:
         check_key()
-    state = _thread.state
-    if state.popped:
-        run_pending()
+    state = _thread_state()
     outer = state.innermost.get(device)
     outer_dtype = None if outer is None else outer.dtype
-    task = torch._C._current_graph_task_id()  # noqa: SLF001
-    pushed = Pushed(context, device, state, task, outer, dtype or outer_dtype)
-    if dtype is not None:
-        is_shared = dtype != outer_dtype and _is_excluded(_BELOW_AUTOGRAD)
-        if dtype != outer_dtype and not is_shared:
-            torch.clear_autocast_cache()
-        # Another thread's context with another dtype shares the cache.
-        if is_shared or any(
-            other.device == device and other.dtype != dtype and other.state is not state
-            for other in list(_open)
-        ):
-            torch.set_autocast_cache_enabled(False)
-        _open.add(pushed)
-    if compile_policy is not None:
-        pushed.outer_number = state.policy_number
-        set_policy_number(_number_of(compile_policy))
-    state.innermost[device] = pushed
-    if context is not None:
-        pushed.compile_settings = _compile_settings()
-        if context.cache is not None:
+    dtype = None
+    if torch_context is not None and torch_context._enabled:  # noqa: SLF001
+        dtype = torch_context.fast_dtype
+    settings = {} if compile_policy is None else _compile_settings(compile_policy)
+    entry = Entry(
+        context,
+        device,
+        state,
+        torch._C._current_graph_task_id(),  # noqa: SLF001
+        dtype or outer_dtype,
+        compile_policy,
+        owner,
+        len(state.rules),
+        map(call, then),
+    )
+    entry.outside = _outside_of(entry, settings, sets_torch=torch_context is not None)
+    depth = nesting()
+    try:
+        if torch_context is not None:
+            torch_autocast.__enter__(torch_context)  # type: ignore[no-untyped-call]
+            entry.steps = map(call, (*then, _decrement_nesting))
+        if dtype is not None:
+            _separate_casts(entry, dtype, outer_dtype)
+        for (function, *args), value in settings.items():
+            function(*args, value)
+        if context is not None and context.cache is not None:
             context.cache.open()
-    _update_dispatch_key()
-    patches.acquire()
-    return pushed
+        _open[entry] = None
+        state.stack.append(entry)
+        _update_innermost(state)
+        patches.update()
+    except BaseException:
+        for _ in range(nesting() - depth):
+            _decrement_nesting()
+        entry.steps = map(call, then)
+        pop(entry)
+        raise
+    return entry
 
 
-def pop(pushed: Pushed, undo: Callable[[], object] | None = None) -> None:
-    """Remove a pushed context; contexts may be popped in any order, by any thread.
+def _outside_of(
+    entry: Entry, settings: Iterable[tuple[Any, ...]], *, sets_torch: bool
+) -> dict[tuple[Any, ...], Any]:
+    """Return what restores the settings, and torch's state, as they are now."""
+    outside: dict[tuple[Any, ...], Any] = {}
+    for key in settings:
+        is_config = key[0] is setattr
+        outside[key] = (
+            getattr(*key[1:]) if is_config else torch.get_autocast_dtype(NO_BACKEND)
+        )
+    if sets_torch:
+        device = entry.device
+        outside[torch.set_autocast_enabled, device] = torch.is_autocast_enabled(device)
+        outside[torch.set_autocast_dtype, device] = torch.get_autocast_dtype(device)
+        outside[torch.set_autocast_cache_enabled,] = torch.is_autocast_cache_enabled()
+    return outside
 
-    Args:
-        pushed: Return value of `push`.
-        undo: Called in the thread that pushed: now, or on its next call of this module
-            if this is another thread. If that thread has ended, it is not called.
+
+def _separate_casts(
+    entry: Entry, dtype: torch.dtype, outer_dtype: torch.dtype | None
+) -> None:
+    """Keep casts to a dtype apart from others in torch's cache, which all share."""
+    is_shared = dtype != outer_dtype and _is_excluded(_BELOW_AUTOGRAD)
+    if dtype != outer_dtype and not is_shared:
+        torch.clear_autocast_cache()
+    for other in list(_open):
+        # Another thread's context may have another dtype.
+        if other.device == entry.device and other.state is not entry.state:
+            is_shared |= other.dtype not in (None, dtype)
+    if is_shared:
+        torch.set_autocast_cache_enabled(False)
+
+
+def pop(entry: Entry | None) -> None:
+    """Close an entry; entries may be closed in any order, by any thread.
+
+    It does nothing if the entry is closed. If it is interrupted, call it again.
     """
-    state = pushed.state
-    pushed.is_popped = True
-    remaining = state.innermost.get(pushed.device)
-    while remaining is not None and remaining.is_popped:
-        remaining = remaining.outer
-    state.innermost[pushed.device] = remaining
-    cache = pushed.cache
-    if cache is not None and (remaining is None or remaining.cache is not cache):
+    if entry is None or entry.is_restored:
+        return
+    state = entry.state
+    if state is not _thread.state:
+        if not entry.is_closed:
+            entry.is_closed = True
+            state.popped_elsewhere.append(entry)
+        if not state.thread.is_alive():
+            _open.pop(entry, None)
+            patches.update()
+            entry.is_restored = True
+        return
+    entry.is_closed = True
+    if entry.owner is not None:
+        for _, leave in reversed(state.rules[entry.num_rules :]):
+            leave()  # an exception that torch does not catch skipped the forward hook
+        del state.rules[entry.num_rules :]
+    _restore_outside(entry)
+    for _ in entry.steps:
+        pass
+    if entry in state.stack:
+        state.stack.remove(entry)
+    _update_innermost(state)
+    _end_casts(entry, state.innermost.get(entry.device))
+    _open.pop(entry, None)
+    patches.update()
+    entry.is_restored = True
+
+
+def _restore_outside(entry: Entry) -> None:
+    """Restore the state; what a later entry has set is left to the end of that one."""
+    stack = entry.state.stack
+    for key, value in entry.outside.items():
+        is_global = key[0] is setattr and not _CONFIG_IS_PER_THREAD
+        entries = list(_open) if is_global else stack
+        if entries and entries[-1] is not entry and entry in entries:
+            later = entries[entries.index(entry) + 1 :]
+            heir = next((other for other in later if key in other.outside), None)
+            if heir is not None:
+                heir.outside[key] = value
+                continue
+        function, *args = key
+        function(*args, value)
+    entry.outside = {}
+
+
+def _end_casts(entry: Entry, outer: Entry | None) -> None:
+    """Close the cache of an entry, and empty torch's, unless the outer one uses it."""
+    cache = None if entry.context is None else entry.context.cache
+    outer_context = None if outer is None else outer.context
+    if cache is not None and (
+        outer_context is None or outer_context.cache is not cache
+    ):
         cache.close()
-    if pushed in _open:
-        _open.discard(pushed)
-        dtype = None if remaining is None else remaining.dtype
-        if dtype != pushed.dtype and not _is_excluded(_BELOW_AUTOGRAD):
-            torch.clear_autocast_cache()
-    had_policy = pushed.context or pushed.outer_number is not None or undo
-    if not had_policy and (remaining is None or remaining.context is None):
-        patches.release()  # the thread that pushed has nothing to restore
-        return
-    state.popped.append((pushed.outer_number, pushed.compile_settings, undo))
-    if state is _thread.state:
-        run_pending()
+    is_other = entry.dtype != (None if outer is None else outer.dtype)
+    if (is_other or not nesting()) and not _is_excluded(_BELOW_AUTOGRAD):
+        torch.clear_autocast_cache()
 
 
-def run_pending() -> None:
-    """Restore this thread's state for contexts popped since, perhaps by others."""
-    state = _thread.state
-    if not state.popped:
-        return
-    is_open = _update_dispatch_key()
-    while state.popped:
-        outer_number, settings, undo = state.popped.pop(0)
-        try:
-            if outer_number is not None:
-                set_policy_number(outer_number if is_open else 0)
-            for name, value in settings.items():
-                setattr(sys.modules["torch._functorch.config"], name, value)
-            if undo is not None:
-                undo()
-        finally:
-            patches.release()
+def thread_rules() -> list[tuple[object, Callable[[], object]]]:
+    """Return the calls of modules with a rule that this thread is in."""
+    return _thread.state.rules
 
 
-def _update_dispatch_key() -> bool:
-    """Include the key in this thread's state if it has a context; return whether."""
-    included = False
-    for pushed in _thread.state.innermost.values():
-        included |= pushed is not None and pushed.context is not None
+def entry_of(owner: object) -> Entry | None:
+    """Return the entry that an owner has pushed last.
+
+    That of this thread, else of another, ended threads first: a generator with an open
+    context may be finished, or garbage-collected, in another thread than it was started
+    in. None if there is no open one.
+    """
+    for entry in reversed(_thread_state().stack):
+        if entry.owner is owner:
+            return entry
+    others = [e for e in list(_open) if e.owner is owner and not e.is_closed]
+    others.sort(key=lambda entry: not entry.state.thread.is_alive())
+    return others[-1] if others else None
+
+
+def _update_innermost(state: _ThreadState) -> None:
+    """Find the innermost entries, and include our key if one has a policy."""
+    state.innermost = dict(zip(map(_DEVICE, state.stack), state.stack, strict=True))
+    contexts = [*map(_CONTEXT, state.innermost.values())]
+    included = contexts.count(None) < len(contexts)
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, included)  # noqa: SLF001
     torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not included)  # noqa: SLF001
-    return included
 
 
 def active(device: str) -> CastContext | None:
     """Return the context that applies to operations of this thread now, or None."""
-    pushed = _thread.state.innermost.get(device)
+    entry = _thread_state().innermost.get(device)
     graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
-    return pushed.context if pushed and pushed.graph_task == graph_task else None
+    return entry.context if entry and entry.graph_task == graph_task else None
 
 
 def active_contexts() -> list[tuple[str, CastContext]]:
     """Return (device, active context) for each device on which a policy casts now."""
     state = _thread.state
-    if state.popped:
-        run_pending()
+    if state.popped_elsewhere:
+        _thread_state()
     graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
     contexts = []
-    for device, pushed in state.innermost.items():
+    for device, entry in state.innermost.items():
         if (
-            pushed is not None
-            and pushed.context is not None
-            and pushed.graph_task == graph_task
+            entry.context is not None
+            and entry.graph_task == graph_task
             and torch.is_autocast_enabled(device)
         ):
-            contexts.append((device, pushed.context))
+            contexts.append((device, entry.context))
     return contexts
-
-
-class PerThreadStack(Generic[T]):
-    """A stack for each thread; a thread without entries pops from another thread's.
-
-    Why: a generator with an open context may be finished, or garbage-collected, in
-    another thread than it was started in.
-
-    Copies (`copy.deepcopy`, `pickle`) are empty.
-    """
-
-    def __init__(self) -> None:
-        # Keyed by the thread object: thread ids are reused after a thread ends.
-        self._stacks: dict[threading.Thread, list[T]] = {}
-
-    def __reduce__(self) -> tuple[type[PerThreadStack[T]], tuple[()]]:
-        return PerThreadStack, ()
-
-    def push(self, entry: T) -> None:
-        """Push an entry of this thread."""
-        self._stacks.setdefault(threading.current_thread(), []).append(entry)
-
-    def pop_own(self) -> T | None:
-        """Pop the last entry of this thread; None if it has none."""
-        return self._pop_of(threading.current_thread())
-
-    def pop(self) -> T:
-        """Pop the last entry of this thread, else of another, ended threads first.
-
-        Raises:
-            IndexError: If there is none.
-        """
-        current = threading.current_thread()
-        others = sorted(self._stacks, key=threading.Thread.is_alive)
-        for thread in (current, *others):
-            entry = self._pop_of(thread)
-            if entry is not None:
-                return entry
-        raise IndexError("a context was closed more often than it was opened")
-
-    def _pop_of(self, thread: threading.Thread) -> T | None:
-        stack = self._stacks.get(thread)
-        if stack is None:
-            return None
-        # Another thread may pop concurrently, so no earlier check is relied on.
-        entry = stack.pop() if stack else None
-        if not stack:
-            self._stacks.pop(thread, None)
-        return entry

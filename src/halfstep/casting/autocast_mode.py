@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 import warnings
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast
@@ -20,7 +19,7 @@ from halfstep.casting import (
     module_rules,
     recompute,  # noqa: F401 -- adds its patches
 )
-from halfstep.casting.active_context import CastContext, PerThreadStack
+from halfstep.casting.active_context import CastContext, Entry
 from halfstep.casting.compile_region import traceable_autocast
 from halfstep.casting.recorder import Recorder
 from halfstep.casting.weight_cache import CastCache
@@ -56,9 +55,10 @@ def autocast(
 
     It differs from `torch.autocast` in this: one instance may be entered several times
     at once, also by several threads; a nested context may have another dtype; a weight
-    that is changed inside, by an optimizer or under `no_grad`, is cast again; replicas
-    of `nn.DataParallel` use the dtype. Policy rules choose the dtype of operations and
-    modules, and `report()` shows in which dtype each operation ran, and why.
+    that an optimizer changes inside is cast again; replicas of `nn.DataParallel` use
+    the dtype; Ctrl-C leaves no context open. Policy rules choose the dtype of
+    operations and modules, and `report()` shows in which dtype each operation ran, and
+    why.
 
     It sets torch's own autocast state: activation checkpointing, DDP, model code and
     third-party kernels that ask torch whether autocast is on get the right answer.
@@ -114,49 +114,8 @@ def autocast(
     )
 
 
-_Entry: TypeAlias = tuple[torch_autocast, active_context.Pushed]
-"""One entry of a context, with the state to restore."""
-
-
-class Autocast(torch_autocast):
-    """An autocast context under torch's own table; `autocast` makes it."""
-
-    policy: Policy | None = None
-    """TORCH overrides the policy of an enclosing context; None inherits it."""
-
-    def __init__(
-        self,
-        device_type: str,
-        dtype: torch.dtype | None,
-        enabled: bool,
-        cache_enabled: bool | None,
-    ) -> None:
-        super().__init__(device_type, dtype, enabled, cache_enabled)
-        self._settings = dict(vars(self))
-        self._entries: PerThreadStack[_Entry] = PerThreadStack()
-
-    @dynamo_disable
-    def __enter__(self) -> Self:
-        """Enter the context; it may be entered several times."""
-        context = active_context.active(self.device)
-        if self.policy is None:
-            self._entries.push(self.open(context, None))
-        else:
-            self._entries.push(self.open(None, self.policy if context else None))
-        return self
-
-    def open(
-        self, context: CastContext | None, compile_policy: Policy | None
-    ) -> _Entry:
-        """Set torch's state and make a context the active one; see `push`."""
-        active_context.run_pending()
-        # One torch context per entry: it stores the state to restore on itself.
-        torch_context = object.__new__(torch_autocast)
-        vars(torch_context).update(self._settings)
-        torch_context.__enter__()  # type: ignore[no-untyped-call]
-        dtype = self.fast_dtype if self._enabled else None
-        pushed = active_context.push(self.device, context, compile_policy, dtype)
-        return torch_context, pushed
+class _Exit:
+    """`__exit__` of both classes of contexts."""
 
     @dynamo_disable
     def __exit__(
@@ -171,11 +130,49 @@ class Autocast(torch_autocast):
             DtypeMismatch: In place of torch's error, with the operation and the rule
                 that fixes it.
         """
-        torch_context, pushed = self._entries.pop()
-        active_context.pop(pushed)
-        torch_context.__exit__(exc_type, exc_value, traceback)
-        _explain(exc_value, enabled=self._enabled)
+        entry = None
+        try:
+            entry = active_context.entry_of(self)
+            active_context.pop(entry)
+        except BaseException:  # Ctrl-C
+            active_context.pop(entry or active_context.entry_of(self))
+            raise
+        if entry is None:
+            raise IndexError("a context was closed more often than it was opened")
+        self._after_exit(entry, exc_value)
         return False
+
+    def _after_exit(self, entry: Entry, error: BaseException | None) -> None:
+        raise NotImplementedError
+
+
+class Autocast(_Exit, torch_autocast):
+    """An autocast context under torch's own table; `autocast` makes it."""
+
+    policy: Policy | None = None
+    """TORCH overrides the policy of an enclosing context; None inherits it."""
+
+    @dynamo_disable
+    def __enter__(self) -> Self:
+        """Enter the context; it may be entered several times."""
+        context = active_context.active(self.device)
+        policy = self.policy if context else None
+        if self.policy is not None:
+            context = None
+        active_context.push(
+            self.device, context, policy, torch_context=self, owner=self
+        )
+        return self
+
+    def _after_exit(self, _entry: Entry, error: BaseException | None) -> None:
+        self.explain(error)
+
+    def explain(self, error: BaseException | None) -> None:
+        """Raise the `DtypeMismatch` that explains an error, or add a note to it."""
+        if error is not None:
+            if mismatch := dtype_mismatch.explain(error, enabled=self._enabled):
+                raise mismatch from error
+            dtype_mismatch.add_cure(error)
 
     def __call__(self, func: Any) -> Any:  # noqa: ANN401 -- torch's signature
         """Return a function that runs inside this context."""
@@ -189,14 +186,6 @@ class Autocast(torch_autocast):
             UserError: Always.
         """
         raise _not_recorded()
-
-
-def _explain(error: BaseException | None, *, enabled: bool) -> None:
-    """Raise the `DtypeMismatch` that explains an error, or add a note to it."""
-    if error is not None:
-        if mismatch := dtype_mismatch.explain(error, enabled=enabled):
-            raise mismatch from error
-        dtype_mismatch.add_cure(error)
 
 
 def _warn_of_generator(function: object, *, enabled: bool) -> None:
@@ -220,7 +209,7 @@ def _not_recorded() -> UserError:
     return UserError(message)
 
 
-class PolicyAutocast:
+class PolicyAutocast(_Exit):
     """An autocast context with a policy, a cache or a record; `autocast` makes it.
 
     It is not a subclass of `torch.autocast`: torch.compile would replace an instance
@@ -269,8 +258,6 @@ class PolicyAutocast:
         self._cache_weights = cache_weights
         self._matched_rules = matched_rules
         self._recorder = Recorder(self.device) if record else None
-        self._entries: PerThreadStack[tuple[_Entry, list[int]]] = PerThreadStack()
-        """Each with the first of autograd's sequence numbers inside, and their end."""
 
     @dynamo_disable
     def __enter__(self) -> Self:
@@ -296,41 +283,37 @@ class PolicyAutocast:
         recorder = self._recorder
         observe = None if recorder is None else recorder.observe
         context = CastContext(policy, op_casts, cache, matched_rules, observe)
-        entry = self._torch_context.open(context, policy)
-        nodes = [torch._C._autograd._get_sequence_nr(), sys.maxsize]  # noqa: SLF001
-        context_history.last.append((policy, nodes))
+        context.nodes = [torch._C._autograd._get_sequence_nr(), sys.maxsize]  # noqa: SLF001
+        context_history.last.append((policy, context.nodes))
+        entry = active_context.push(
+            self.device,
+            context,
+            policy,
+            torch_context=self._torch_context,
+            owner=self,
+            then=() if recorder is None else (recorder.stop,),
+        )
         if recorder is not None:
-            recorder.start()
-        self._entries.push((entry, nodes))
+            try:
+                recorder.start()
+            except BaseException:
+                active_context.pop(entry)
+                raise
         return self
 
-    @dynamo_disable
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Leave the context entered last, and restore the state before it."""
-        (torch_context, pushed), nodes = self._entries.pop()
-        nodes[1] = torch._C._autograd._get_sequence_nr()  # noqa: SLF001
-        context = pushed.context
+    def _after_exit(self, entry: Entry, error: BaseException | None) -> None:
+        context = entry.context
         assert context is not None  # noqa: S101
-        for thread, leave in reversed(context.abandoned):
-            if thread == threading.get_ident():
-                leave()
+        context.nodes[1] = torch._C._autograd._get_sequence_nr()  # noqa: SLF001
         context.observe = None
-        undo = None if self._recorder is None else self._recorder.stop
-        active_context.pop(pushed, undo)
         if self._user_cache is None:
             context.close()
-        torch_context.__exit__(exc_type, exc_value, traceback)
+        self._torch_context.explain(error)
         is_enabled = self._torch_context._enabled  # noqa: SLF001
-        _explain(exc_value, enabled=is_enabled)
-        if is_enabled and exc_value is None and self._matched_rules is None:
+        if is_enabled and error is None and self._matched_rules is None:
             warning = dispatch_table.unmatched_rule_warning(context.policy)
             if warning:
-                warnings.warn(warning, stacklevel=2)
+                warnings.warn(warning, stacklevel=3)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return a function that runs inside this context.

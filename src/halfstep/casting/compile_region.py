@@ -73,7 +73,7 @@ def _policy_context(settings: Settings, policy_text: str) -> Iterator[None]:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.entered: list[active_context.Pushed] = []
+        self.entered: list[active_context.Entry] = []
 
 
 _thread = _Thread()
@@ -94,13 +94,14 @@ def _open(device: str, policy_text: str) -> None:
         call_after_trace(partial(_abandon, pushed))
 
 
-def _abandon(pushed: active_context.Pushed) -> None:
+def _abandon(pushed: active_context.Entry) -> None:
     while any(each is pushed for each in _thread.entered):
         _close()
 
 
 def _close() -> None:
-    active_context.pop(_thread.entered.pop())
+    active_context.pop(_thread.entered[-1])
+    _thread.entered.pop()
 
 
 def _define() -> None:

@@ -22,7 +22,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from halfstep.casting import dtype_mismatch
-from halfstep.casting.module_rules import ModuleRuleHook, hooks_for
+from halfstep.casting.module_rules import (
+    LevelHook,
+    ModuleRuleHook,
+    hooks_for,
+    remove_hooks,
+)
 from halfstep.errors import UserError
 from halfstep.numerics.formats import AUTOCAST_DTYPES, cast_floating, is_low, word
 from halfstep.numerics.local_tensor import local_part
@@ -222,6 +227,8 @@ def _attach_hooks(
     low_dtype: torch.dtype,
 ) -> None:
     """Register the hooks of module rules and of the model's input and output casts."""
+    for module in model.modules():
+        remove_hooks(module, _is_of_level)
     for hook in hooks:
         module = model.get_submodule(hook.path)
         # An fp32 module has fp32 weights, so it runs in fp32 without autocast too.
@@ -233,6 +240,7 @@ def _attach_hooks(
         )
         hook.register(
             module,
+            of_level=True,
             always_fp32=hook.path in fp32_modules,
             output_dtype=None if keeps_dtype or in_fp32_module else low_dtype,
         )
@@ -241,6 +249,12 @@ def _attach_hooks(
             called.register_forward_pre_hook(_CastInputs(low_dtype), with_kwargs=True)
         if level.fp32_outputs:
             called.register_forward_hook(_cast_outputs)
+
+
+def _is_of_level(hook: object) -> bool:
+    """Return whether a level has registered a hook."""
+    is_rule = isinstance(hook, ModuleRuleHook) and hook.of_level
+    return is_rule or isinstance(hook, LevelHook) or hook is _cast_outputs
 
 
 def _refuse_autocast_rules(rules: Policy, level: Level) -> None:
@@ -448,7 +462,7 @@ def _storage_end(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class _CastInputs:
+class _CastInputs(LevelHook):
     """Forward pre-hook: casts a model's floating inputs to its 16-bit dtype."""
 
     dtype: torch.dtype
@@ -467,7 +481,7 @@ def _cast_outputs(_module: nn.Module, _args: object, output: object) -> object:
 
 
 @dataclass(frozen=True)
-class DtypeErrorHook:
+class DtypeErrorHook(LevelHook):
     """Forward hook: adds advice to errors about dtypes if autocast is off.
 
     Why: such errors are explained by the autocast context, which is missing here.

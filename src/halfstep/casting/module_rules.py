@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.amp.autocast_mode import autocast as torch_autocast
 
 from halfstep._torch.dynamo import dynamo_disable
 from halfstep.casting import active_context, dispatch_kernels, dispatch_table
-from halfstep.casting.active_context import CastContext, PerThreadStack
+from halfstep.casting.active_context import CastContext
 from halfstep.distributed import ddp
 from halfstep.errors import UserError
 from halfstep.numerics.formats import cast_floating
@@ -134,6 +133,32 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+class LevelHook:
+    """Base of the hooks that a level registers on a model.
+
+    Copies of a model have copies of them, which `remove_hooks` removes where a copy is
+    converted in its turn.
+    """
+
+
+_HOOK_TABLES = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_state_dict_hooks": (),
+}
+"""Tables of a module's hooks -> tables of their options."""
+
+
+def remove_hooks(module: nn.Module, is_old: Callable[[object], bool]) -> None:
+    """Remove hooks from a module: functions, or objects whose methods are hooks."""
+    for name, options in _HOOK_TABLES.items():
+        hooks = getattr(module, name)
+        for key, hook in [*hooks.items()]:
+            if is_old(getattr(hook, "__self__", hook)):
+                for each in (name, *options):
+                    getattr(module, each).pop(key, None)
+
+
 class ModuleRuleHook:
     """Forward hooks that apply one rule to a module and its submodules."""
 
@@ -155,10 +180,10 @@ class ModuleRuleHook:
         earlier = [r for r in policy.rules[:rule_index] if r.kind == "op"]
         rules = *earlier, Rule("op", "*", self.category)
         self._inner_policy = Policy(rules, policy.base)
+        self.of_level = False
+        """Whether a level has registered it, and not a context."""
         self._always_fp32 = False
         self._output_dtype: torch.dtype | None = None
-        self._entries: PerThreadStack[Callable[[], object]] = PerThreadStack()
-        """Functions that undo the calls that have not returned yet."""
 
     @property
     def category(self) -> str:
@@ -169,24 +194,34 @@ class ModuleRuleHook:
         self,
         module: nn.Module,
         *,
+        of_level: bool = False,
         always_fp32: bool = False,
         output_dtype: torch.dtype | None = None,
     ) -> None:
-        """Register the hooks on a module.
+        """Register the hooks on a module, in place of equal ones of a model's copy.
 
         Args:
             module: The module at `path`.
+            of_level: A level registers it, and not a context.
             always_fp32: Run in fp32 inside and outside of autocast, since its weights
                 are fp32.
             output_dtype: Dtype to cast the output to, needed without autocast, where
                 the next layer accepts only the dtype of its weights. None: no cast.
         """
+        self.of_level = of_level
         self._always_fp32, self._output_dtype = always_fp32, output_dtype
+        remove_hooks(module, self._is_same)
         # First, since another pre-hook may raise: `post_forward` needs the entry.
         module.register_forward_pre_hook(
             self.pre_forward, with_kwargs=True, prepend=True
         )
         module.register_forward_hook(self.post_forward, always_call=True)
+
+    def _is_same(self, other: object) -> bool:
+        return isinstance(other, ModuleRuleHook) and (
+            (self.policy, self.rule_index, self.path, self.of_level)
+            == (other.policy, other.rule_index, other.path, other.of_level)
+        )
 
     @dynamo_disable
     def pre_forward(
@@ -197,10 +232,10 @@ class ModuleRuleHook:
         if context is not None:
             context.matched_rules.add(self.rule_index)
         elif not self._always_fp32:
-            self._enter(_no_op, None)
+            self._enter(_no_op)
             return None
         if self.category == op_tables.BANNED:
-            self._enter(_no_op, None)
+            self._enter(_no_op)
             raise RuntimeError(
                 f"module {self.path!r} is banned by the rule "
                 f"'{self.policy.rules[self.rule_index]}', and was called."
@@ -216,11 +251,10 @@ class ModuleRuleHook:
         ):
             self._push_rule(device, context)
         else:
-            # torch's own context suffices: no user code runs here that edits weights.
             device = device or next(_tensors(module, args, kwargs)).device.type
-            autocast_off = torch_autocast(device, enabled=False)
-            autocast_off.__enter__()  # type: ignore[no-untyped-call]
-            self._enter(lambda: autocast_off.__exit__(None, None, None), context)
+            enabled = torch.is_autocast_enabled(device)
+            self._enter(partial(torch.set_autocast_enabled, device, enabled))
+            torch.set_autocast_enabled(device, False)  # noqa: FBT003 -- torch's own
         if self.category == op_tables.FP32:
             return cast_floating((args, kwargs), torch.float32)
         if self.category == op_tables.LOW:
@@ -255,34 +289,20 @@ class ModuleRuleHook:
             self.types,
             context,
         )
-        pushed = active_context.push(device, inner, self._inner_policy)
-        self._enter(lambda: active_context.pop(pushed), context)
+        entry = active_context.push(device, inner, self._inner_policy)
+        self._enter(partial(active_context.pop, entry))
 
-    def _enter(self, leave: Callable[[], object], context: CastContext | None) -> None:
-        """Store `leave` for the forward hook, and for the context if no hook runs."""
-        if context is None:
-            self._entries.push(leave)
-            return
-        abandoned = context.root.abandoned
-
-        def abandon() -> None:
-            self._entries.pop_own()
-            leave()
-
-        def forget_and_leave() -> None:
-            abandoned.remove(item)
-            leave()
-
-        item = threading.get_ident(), abandon
-        self._entries.push(forget_and_leave)
-        abandoned.append(item)
+    def _enter(self, leave: Callable[[], object]) -> None:
+        """Store what ends the call, for the forward hook or the end of the context."""
+        active_context.thread_rules().append((self, leave))
 
     @dynamo_disable
     def post_forward(self, _module: nn.Module, _args: object, output: object) -> object:
         """Forward hook; runs after an error too."""
-        leave = self._entries.pop_own()
-        if leave is not None:  # else another hook raised before `pre_forward` ran
-            leave()
+        calls = active_context.thread_rules()
+        if calls and calls[-1][0] is self:  # else `pre_forward` did not run
+            calls[-1][1]()
+            calls.pop()
         if self._output_dtype is None:
             return None
         return cast_floating(output, self._output_dtype)

@@ -27,6 +27,7 @@ from torch.utils import checkpoint
 from halfstep._torch.patches import AttributePatch
 from halfstep.casting import active_context
 from halfstep.casting.dispatch_kernels import KEYS
+from halfstep.policy.rules import TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,13 +37,10 @@ R = TypeVar("R")
 
 
 def capture() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context manager factory that restores the contexts active now.
-
-    It also restores the policy's number, which torch.compile reads.
-    """
+    """Return a context manager factory that restores the contexts active now."""
     contexts = {device: active_context.active(device) for device in KEYS}
     dtypes = _enabled_dtypes()
-    number = active_context.policy_number()
+    compile_policy = active_context.compile_policy()
 
     @contextlib.contextmanager
     def restored() -> Iterator[None]:
@@ -52,16 +50,17 @@ def capture() -> Callable[[], contextlib.AbstractContextManager[None]]:
                 # the outermost context ends, and would be used for the other dtype.
                 torch.clear_autocast_cache()
                 stack.callback(torch.clear_autocast_cache)
+            compiles_other = active_context.compile_policy() != compile_policy
             for device, context in contexts.items():
-                if active_context.active(device) is not context:
+                if compiles_other or active_context.active(device) is not context:
+                    compiles_other = False
                     recomputed = (
                         None if context is None else context.for_recomputation()
                     )
-                    pushed = active_context.push(device, recomputed)
-                    stack.callback(active_context.pop, pushed)
-            set_number = active_context.set_policy_number
-            stack.callback(set_number, active_context.policy_number())
-            set_number(number)
+                    entry = active_context.push(
+                        device, recomputed, compile_policy or TORCH
+                    )
+                    stack.callback(active_context.pop, entry)
             yield
 
     return restored

@@ -87,6 +87,8 @@ class Recorder:
     def stop(self) -> None:
         """Stop recording; must be called once per `start`."""
         thread = self._thread
+        if not thread.modes:  # interrupted before it started
+            return
         thread.modes.pop().__exit__(None, None, None)
         if not thread.modes:
             thread.modules.clear()

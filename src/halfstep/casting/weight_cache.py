@@ -123,8 +123,9 @@ class CastCache:
         self.bytes_cast = 0
         with _caches_lock:
             _caches.add(self)
-        optimizer_hooks.STEP_PATCH.acquire()
-        weakref.finalize(self, optimizer_hooks.STEP_PATCH.release).atexit = False
+        user, patch = object(), optimizer_hooks.STEP_PATCH
+        patch.acquire(user)
+        weakref.finalize(self, patch.release, user).atexit = False
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """Make objects with a cache copyable and picklable; a copy is empty."""

@@ -468,37 +468,43 @@ def check_finite(
     table: Value,
     rows: Value,
     found_inf: Value,
-    absmax: Value,
+    inf_marks: Value,
+    nan_marks: Value,
     sums: Value,
     gradients: constexpr,
     norm: constexpr,
     aligned: constexpr,
     block: constexpr,
 ) -> None:
-    """Set `found_inf` if a value is not finite; store the largest magnitudes.
+    """Set `found_inf` if a value is not finite, and the marks of its gradient.
 
-    With `norm`, store sums of squares. `absmax` holds bits of fp32, which are ordered
-    as the magnitudes, with NaN above inf.
+    With `norm`, store sums of squares.
     """
     program = tl.program_id(0)
     line = table + (row_of(table, rows, CHECK_WIDTH, program) + 1) * CHECK_WIDTH
-    own = absmax + tl.load(line + INDEX)
+    inf = inf_marks + tl.load(line + INDEX)
+    nan = nan_marks + tl.load(line + INDEX)
     start = (program - tl.load(line + BEFORE)) * block
     numel = tl.load(line + NUMEL)
     at = start + tl.arange(0, block)
     total = sums + program
     if start + block <= numel:
-        check_block(line, found_inf, own, total, gradients, norm, at, None, aligned)
+        check_block(
+            line, found_inf, inf, nan, total, gradients, norm, at, None, aligned
+        )
     else:
         mask = at < numel
-        check_block(line, found_inf, own, total, gradients, norm, at, mask, aligned)
+        check_block(
+            line, found_inf, inf, nan, total, gradients, norm, at, mask, aligned
+        )
 
 
 @on_device
 def check_block(
     line: Value,
     found_inf: Value,
-    absmax_pointer: Value,
+    inf_pointer: Value,
+    nan_pointer: Value,
     sum_pointer: Value,
     gradients: constexpr,
     norm: constexpr,
@@ -514,8 +520,12 @@ def check_block(
         # In double, squares of fp32 values neither overflow nor underflow.
         double = g.to(tl.float64)
         tl.store(sum_pointer, tl.sum(double * double, axis=0))
-    magnitude = tl.max(g.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
-    tl.atomic_max(absmax_pointer, magnitude)
-    if magnitude >= INFINITE:
+    # Bits of fp32 are ordered as the magnitudes, with NaN above inf.
+    bits = g.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if tl.max(bits, axis=0) >= INFINITE:
         # A race is harmless: all programs store the same value.
         tl.store(found_inf, 1.0)
+        if tl.max(bits, axis=0) > INFINITE:
+            tl.store(nan_pointer, 1.0)
+        if tl.max((bits == INFINITE).to(tl.int32), axis=0) > 0:
+            tl.store(inf_pointer, 1.0)

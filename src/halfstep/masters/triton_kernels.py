@@ -144,15 +144,15 @@ def check_finite(
     gradients: Sequence[Tensor], *, norm: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Check one or more gradients: see `fused_step.Kernel`."""
-    found_inf, squares, _ = check_absmax(gradients, norm=norm)
+    found_inf, squares, _ = check_each(gradients, norm=norm)
     return found_inf, squares
 
 
 @torch.no_grad()
-def check_absmax(
+def check_each(
     gradients: Sequence[Tensor], *, norm: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return what `check_finite` does, and what `norms.absmax_of` does, in one pass."""
+    """Return what `check_finite` does, and `norms.nonfinite_marks`, in one pass."""
     if not gradients:
         raise UserError("gradients=[] has nothing to look at; give at least one.")
     device = gradients[0].device
@@ -163,10 +163,9 @@ def check_absmax(
     kinds = [*zip(map(_DTYPE, gradients), aligned_column, strict=True)]
     code = _code()
     with _on(device):
-        # found_inf and the magnitudes, cleared in one launch.
-        bits = torch.zeros(1 + len(gradients), dtype=torch.int32, device=device)
-        values = bits.view(torch.float32)
-        found_inf, absmax = values[0], values[1:]
+        # found_inf and the marks, cleared in one launch.
+        values = torch.zeros(1 + 2 * len(gradients), device=device)
+        found_inf, marks = values[0], values[1:].view(2, -1)
         sums: list[Tensor] = []
         for (dtype, aligned), rows, blocks, table in _tables(
             (0, 0, 0, 0), columns, kinds, CHECK_BLOCK, device
@@ -178,7 +177,7 @@ def check_absmax(
                 table,
                 rows,
                 found_inf,
-                bits[1:],
+                *marks,
                 own,
                 gradients=_DTYPE_NAMES[dtype],
                 norm=norm,
@@ -188,9 +187,9 @@ def check_absmax(
             )
             sums.append(own)
         if not norm:
-            return found_inf, None, absmax
+            return found_inf, None, marks
         total = torch.cat(sums) if sums else found_inf.new_zeros(1, dtype=torch.float64)
-        return found_inf, total.sum(), absmax
+        return found_inf, total.sum(), marks
 
 
 @cache

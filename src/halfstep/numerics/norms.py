@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from halfstep._torch import async_read
 from halfstep._torch.async_read import to_device_async
 from halfstep.numerics.formats import is_low
 from halfstep.numerics.local_tensor import dense_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -48,6 +49,28 @@ def absmax_of(gradients: Iterable[Tensor]) -> Tensor:
     norms = torch._foreach_norm(stored, torch.inf)  # noqa: SLF001
     device = norms[0].device
     return torch.stack([to_device_async(norm, device) for norm in norms])
+
+
+def nonfinite_marks(gradients: Sequence[Tensor], absmax: Tensor) -> Tensor:
+    """Return for each gradient whether it holds inf, and whether NaN.
+
+    Synchronizes only where reading a value does not wait.
+
+    Args:
+        gradients: The gradients.
+        absmax: Their `absmax_of`, shape (n,).
+
+    Returns:
+        Shape (2, n), on the device of `absmax`: 1.0 for inf, 1.0 for NaN, else 0.0.
+    """
+    has_nan = absmax.isnan()
+    has_inf = absmax.isinf()
+    if absmax.device.type not in async_read.READABLE_DEVICES or bool(has_nan.any()):
+        anywhere = [dense_values(gradient).isinf().any() for gradient in gradients]
+        has_inf = torch.stack(
+            [to_device_async(any_, absmax.device) for any_ in anywhere]
+        )
+    return torch.stack((has_inf, has_nan)).float()
 
 
 def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

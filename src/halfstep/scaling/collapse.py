@@ -25,7 +25,7 @@ from halfstep.nonfinite.origin import BadOp
 from halfstep.policy.rules import context_history
 from halfstep.reporting.table import format_count
 from halfstep.scaling.skip_log import SkipLog, cause_text, second_opinion
-from halfstep.scaling.step_report import Constant, GradAbsmax, first_names
+from halfstep.scaling.step_report import Constant, NonFiniteMarks, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -313,7 +313,7 @@ class CollapseMonitor:
             return None, f"{type(error).__name__}: {error}".splitlines()[0]
 
     def needs_names(self, device: torch.device) -> bool:
-        """Return whether a `GradAbsmax` of this step is needed to name its parameters.
+        """Return whether `NonFiniteMarks` are needed to name this step's parameters.
 
         Not on a CPU, where names are known anyway. On other devices it costs a pass
         over all gradients, so only after a step is known to have overflowed.
@@ -358,7 +358,7 @@ class CollapseMonitor:
             state: State after the step.
             found_inf: Non-zero if a pass at this scale overflowed, shape ().
             culprits: Returns the parameters with non-finite gradients; called if there
-                is something to report. On a GPU, a `GradAbsmax`, read when it arrives.
+                is something to report. `NonFiniteMarks` are read when they arrive.
 
         Raises:
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
@@ -383,8 +383,8 @@ class CollapseMonitor:
             delayed_numbers = self._delayed.submit(values)
             if delayed_numbers is None:
                 return
-            numbers, absmax = delayed_numbers[:6], delayed_numbers[6:]
-            read_culprits = partial(self._param_readers.popleft(), absmax)
+            numbers, marks = delayed_numbers[:6], delayed_numbers[6:]
+            read_culprits = partial(self._param_readers.popleft(), marks)
             num_unread = self._delayed.num_pending
         scale, num_skipped, next_scale, overflowed, loss_value, loss_sum_value = numbers
         if self._num_outdated:  # it was sent before other code set the scale
@@ -413,9 +413,9 @@ class CollapseMonitor:
         self, culprits: Callable[[], Sequence[NonFiniteParam]], device: torch.device
     ) -> list[Tensor]:
         """Return tensors to copy to the host with a step, to name its parameters."""
-        if isinstance(culprits, GradAbsmax) and self.needs_names(device):
+        if isinstance(culprits, NonFiniteMarks) and self.needs_names(device):
             self._param_readers.append(culprits.nonfinite_params)
-            return [culprits.absmax]
+            return [culprits.marks]
         current = culprits() if isinstance(culprits, Constant) else ()
         self._param_readers.append(lambda _: current)
         return []

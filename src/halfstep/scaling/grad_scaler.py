@@ -18,14 +18,14 @@ from halfstep._torch.optimizer_params import (
     name_of,
 )
 from halfstep.errors import require
-from halfstep.numerics.norms import absmax_of
+from halfstep.numerics.norms import absmax_of, nonfinite_marks
 from halfstep.scaling import found_inf_reduction, grad_scaler_step, misuse, unscale
 from halfstep.scaling.call_order import CallOrderWatch
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
 from halfstep.scaling.loss_scaler import inverse_scale
 from halfstep.scaling.per_pass import BackwardPasses, LossScalers, Retry
 from halfstep.scaling.step_report import (
-    GradAbsmax,
+    NonFiniteMarks,
     OptimizerGrads,
     StepReport,
     nonfinite_params_of,
@@ -463,7 +463,8 @@ class GradScaler(TorchGradScaler):
             pairs = [p for part in self._last_grads for p in part.gradients() or ()]
             if pairs:
                 names, grads = zip(*pairs, strict=True)
-                culprits = GradAbsmax(names, absmax_of(grads))
+                marks = nonfinite_marks(grads, absmax_of(grads))
+                culprits = NonFiniteMarks(names, marks)
         try:
             self._loss_scalers.update(found_inf, culprits)
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
@@ -292,21 +291,22 @@ def find_nonfinite_params(
 
 
 @dataclass(frozen=True, eq=False)
-class GradAbsmax:
+class NonFiniteMarks:
     """Names the non-finite gradients when called, after they may have been cleared."""
 
     names: Sequence[str]
-    absmax: Tensor
-    """Largest magnitude of each gradient, on the device."""
+    marks: Tensor
+    """`norms.nonfinite_marks` of the gradients, on the device."""
 
     def __call__(self) -> tuple[NonFiniteParam, ...]:
         """Return the parameters with non-finite gradients. Synchronizes."""
-        return self.nonfinite_params(self.absmax.tolist())
+        return self.nonfinite_params(self.marks.flatten().tolist())
 
-    def nonfinite_params(self, absmax: Sequence[float]) -> tuple[NonFiniteParam, ...]:
-        """Return the parameters whose largest magnitude is not finite."""
+    def nonfinite_params(self, marks: Sequence[float]) -> tuple[NonFiniteParam, ...]:
+        """Return the parameters with inf or NaN; `marks` are all inf, then all NaN."""
+        inf, nan = marks[: len(self.names)], marks[len(self.names) :]
         return tuple(
-            NonFiniteParam(name, math.isinf(peak), math.isnan(peak))
-            for name, peak in zip(self.names, absmax, strict=True)
-            if not math.isfinite(peak)
+            NonFiniteParam(name, bool(has_inf), bool(has_nan))
+            for name, has_inf, has_nan in zip(self.names, inf, nan, strict=True)
+            if has_inf or has_nan
         )

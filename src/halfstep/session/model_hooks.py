@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from halfstep._torch import optimizer_hooks
 from halfstep._torch.optimizer_params import first_gradient
 from halfstep.casting.convert_model import DtypeErrorHook, called_modules
+from halfstep.casting.module_rules import LevelHook
 from halfstep.errors import UserError, warn_caller
 from halfstep.nonfinite.graph import saved_value
 from halfstep.numerics.formats import is_low
@@ -80,7 +81,7 @@ class CopyWarning:
         return CopyWarning, self._arguments
 
 
-class LowStateDictHook:
+class LowStateDictHook(LevelHook):
     """State-dict hook: warns once that the state has 16-bit weights.
 
     In copies and pickles of the model, which have no session, it is inactive.

@@ -20,10 +20,19 @@ from halfstep._torch.optimizer_params import params_of
 from halfstep.errors import require_positive, warn_caller
 from halfstep.masters import cpu_kernels, fused_step, triton_kernels
 from halfstep.numerics.local_tensor import dense_values
-from halfstep.numerics.norms import absmax_of, group_by_mesh, total_norm
+from halfstep.numerics.norms import (
+    absmax_of,
+    group_by_mesh,
+    nonfinite_marks,
+    total_norm,
+)
 from halfstep.scaling import misuse
 from halfstep.scaling.loss_scaler import LossScaler, inverse_scale
-from halfstep.scaling.step_report import Constant, GradAbsmax, find_nonfinite_params
+from halfstep.scaling.step_report import (
+    Constant,
+    NonFiniteMarks,
+    find_nonfinite_params,
+)
 from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
@@ -68,8 +77,8 @@ class OptimizerStep:
         self._device = device
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._inverse = self._one
-        self._absmax: Tensor | None = None
-        """Largest magnitude of each gradient of the current step, once computed."""
+        self._marks: Tensor | None = None
+        """`nonfinite_marks` of the gradients of the current step, once computed."""
         self._has_triton = triton_kernels.available(device)
         self._uses_kernel = self._only_found_inf = False
         self._named: list[Tensor] = []
@@ -128,7 +137,7 @@ class OptimizerStep:
         `in_place`: `unscale` must unscale them in place, for the caller to edit.
         """
         masters = self.masters
-        self._absmax = None
+        self._marks = None
         pairs = masters.grads()
         self._uses_kernel = (
             masters.kernel is not None
@@ -160,7 +169,7 @@ class OptimizerStep:
         if is_scaled or not self._only_found_inf or not grads:
             found_inf = scaler.unscale_(grads)
         elif not self._is_readable:
-            found_inf, self._absmax = self._check_absmax(grads)
+            found_inf, self._marks = self._check_each(grads)
         elif {*map(type, grads)} <= {Tensor, nn.Parameter}:
             found_inf = _check_finite(grads)
         else:
@@ -178,8 +187,8 @@ class OptimizerStep:
             return torch.zeros_like(self._one)  # other ranks may have some
         needs_norm = self.clip is not None
         if kernel.on_device:
-            measured = triton_kernels.check_absmax(grads, norm=needs_norm)
-            found_inf, squares, self._absmax = measured
+            measured = triton_kernels.check_each(grads, norm=needs_norm)
+            found_inf, squares, self._marks = measured
         else:
             found_inf, squares = kernel.check_finite(grads, norm=needs_norm)
         if squares is not None:
@@ -191,8 +200,8 @@ class OptimizerStep:
         """Whether the host reads numbers of the device without synchronization."""
         return self._device.type in async_read.READABLE_DEVICES
 
-    def _check_absmax(self, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return 1.0 if any gradient holds inf or NaN, else 0.0, and `absmax_of`."""
+    def _check_each(self, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return 1.0 if a gradient holds inf or NaN, else 0.0; and their marks."""
         is_one_launch = (
             self._has_triton
             and {gradient.device for gradient in grads} == {self._device}
@@ -200,10 +209,11 @@ class OptimizerStep:
             and not async_read.is_capturing()
         )
         if is_one_launch:
-            found_inf, _, absmax = triton_kernels.check_absmax(grads, norm=False)
-            return found_inf, absmax
+            found_inf, _, marks = triton_kernels.check_each(grads, norm=False)
+            return found_inf, marks
         absmax = absmax_of(grads)
-        return unscale_([absmax.to(_widened(absmax))], self._one), absmax
+        found_inf = unscale_([absmax.to(_widened(absmax))], self._one)
+        return found_inf, nonfinite_marks(grads, absmax)
 
     def nonfinite_params(
         self,
@@ -219,9 +229,9 @@ class OptimizerStep:
         if [*map(id, params)] != [*map(id, self._named)]:
             self._named, self._names = params, [*map(name_of, params)]
         if self.skips_on_device and grads:
-            if self._absmax is None:
-                _, self._absmax = self._check_absmax(grads)
-            return GradAbsmax(self._names, self._absmax)
+            if self._marks is None:
+                _, self._marks = self._check_each(grads)
+            return NonFiniteMarks(self._names, self._marks)
         return Constant(find_nonfinite_params(zip(self._names, grads, strict=True)))
 
     @property
