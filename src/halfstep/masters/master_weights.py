@@ -404,8 +404,8 @@ class MasterWeights:
     @contextlib.contextmanager
     def own_step(self) -> Iterator[None]:
         """Mark a step as made by this class instead of by the caller."""
-        self.stepping = True
         try:
+            self.stepping = True
             yield
         finally:
             self.stepping = False
@@ -419,6 +419,13 @@ class MasterWeights:
             weights: list[Tensor] = [self.master_params[p].weight for p in masters]
             torch._foreach_copy_(weights, masters)
         self.advance_rng()
+
+    def complete_update(self, before: RoundingRng) -> None:
+        """Copy back an update that was interrupted; `before` it, `rng` was this."""
+        if self.rng is before:
+            self.publish()
+        else:
+            self.mark_synced()
 
     def advance_rng(self) -> None:
         """Advance the RNG of stochastic rounding by one step."""
