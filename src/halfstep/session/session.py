@@ -283,6 +283,8 @@ class Session:
         self._masters.stepping = False
         if self._step_end is not None:
             self._masters.complete_update(self._step_end.rng)
+            if in_backward is not None:
+                in_backward.discard()
             self._end_step(self._step_end)
         elif window.is_partial or (
             window.loss is not None and not isinstance(error, Exception)
