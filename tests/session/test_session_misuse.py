@@ -381,8 +381,8 @@ def test_a_step_for_each_window(kind: str) -> None:
         session.step()
 
 
-def break_off(session: Session) -> None:
-    """Run a backward pass that fails once the last layer's gradients are there."""
+def break_off(session: Session) -> BaseException:
+    """Return the error of a pass that fails after the last layer's gradients."""
 
     def fail(_: Tensor) -> None:
         message = "out of memory"
@@ -393,27 +393,26 @@ def break_off(session: Session) -> None:
     loss = loss_of(session)
     handle.remove()
     hidden[0].register_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
         session.backward(loss)
+    return caught.value
 
 
 @KINDS
 @pytest.mark.parametrize("options", [{}, {"on_overflow": "drop_microbatch"}])
 def test_a_backward_pass_that_fails(kind: str, options: dict[str, Any]) -> None:
-    """Law: as the first of a window it leaves nothing; later, the window is refused."""
+    """Law: it drops its window whole; a step has nothing then, the next pass begins."""
     session, twin = (build(kind, accumulate=2, **options) for _ in range(2))
-    break_off(session)
-    assert same(*([r.applied for r in micro(s, 1, 2)] for s in (session, twin)))
-    assert same(session.weights(), twin.weights())
-    micro(session, 3)
-    break_off(session)
-    for call in (session.step, session.flush):
-        with pytest.raises(RuntimeError, match=r"exception.* session\.zero_grad\(\)"):
-            call()
-    session.zero_grad()
-    micro(session, 1, 2)
-    micro(twin, 1, 2)
-    assert same(session.weights(), twin.weights())
+    for first in (False, True):
+        if not first:
+            micro(session, 3)
+        break_off(session)
+        assert session.state_dict()  # no gradient is pending
+        for call in (session.step, session.flush):
+            with pytest.raises(RuntimeError, match=r"exception.* were dropped: begin"):
+                call()
+        assert same(*([r.applied for r in micro(s, 1, 2)] for s in (session, twin)))
+        assert same(session.weights(), twin.weights())
 
 
 @pytest.mark.parametrize(
@@ -537,7 +536,10 @@ def test_gradients_of_a_plain_backward() -> None:
 def test_a_step_that_raised(
     kind: str, accumulate: int, again: Callable[[Session], StepReport]
 ) -> None:
-    """Law: no step uses its gradients, which may be unscaled already, again."""
+    """Law: no step uses its gradients, which may be unscaled already, again.
+
+    The next window is whole.
+    """
     session = build(kind, accumulate=accumulate)
 
     def fail(*_: object) -> None:
@@ -548,12 +550,45 @@ def test_a_step_that_raised(
     session.backward(loss_of(session))
     with pytest.raises(KeyError):
         session.flush()
-    with pytest.raises(RuntimeError, match=r"a step ended with.*session\.zero_grad"):
+    with pytest.raises(RuntimeError, match=r"or step ended with.* were dropped"):
         again(session)
     assert (session.steps_applied, session.steps_skipped) == (0, 0)
-    session.zero_grad()
-    session.backward(loss_of(session))
-    assert session.flush().applied
+    reports = micro(session, *range(accumulate))
+    assert [r.complete for r in reports] == [False] * (accumulate - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"accumulate": 2}, {"accumulate": 4}, {"optimizer_in_backward": True}]
+)
+def test_a_window_without_gradients(more: dict[str, Any]) -> None:
+    """Law: a step that finds no gradient raises, and the next window is whole."""
+    session, twin = (build("O2 bf16", **more) for _ in range(2))
+    other = torch.ones((), requires_grad=True)
+    for number in range(session.accumulate):
+        if number:
+            session.step()
+        with session.autocast():
+            loss = other * 2
+        session.backward(loss)
+    with pytest.raises(RuntimeError, match="no parameter of the optimizer has a grad"):
+        session.step()
+    numbers = range(2 * session.accumulate)
+    assert same(*([r.applied for r in micro(s, *numbers)] for s in (session, twin)))
+    assert same(session.weights(), twin.weights())
+
+
+def test_updates_in_backward_before_an_error() -> None:
+    """Law: the error says how many parameters keep one; the next step is whole."""
+    session = build("O2 bf16", optimizer_in_backward=True)
+    before = copy.deepcopy(session.weights())
+    (note,) = break_off(session).__notes__
+    assert "2 of 4 parameters were updated before the error" in note
+    changed = [
+        n for n, weight in session.weights().items() if not same(before[n], weight)
+    ]
+    assert changed == ["1.weight", "1.bias"]
+    micro(session, 1)
+    assert (session.steps_applied, session.steps_skipped) == (1, 0)
 
 
 def test_a_session_is_not_a_pair() -> None:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
-from operator import itemgetter
+from operator import call, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,8 +121,7 @@ class CastCache:
         self.hits = 0
         self.misses = 0
         self.bytes_cast = 0
-        with _caches_lock:
-            _caches.add(self)
+        _caches[id(self)] = self
         user, patch = object(), optimizer_hooks.STEP_PATCH
         patch.acquire(user)
         weakref.finalize(self, patch.release, user).atexit = False
@@ -286,14 +285,12 @@ class CastCache:
         self._entries.clear()
 
 
-_caches_lock = threading.Lock()
-_caches: weakref.WeakSet[CastCache] = weakref.WeakSet()
+_caches: weakref.WeakValueDictionary[int, CastCache] = weakref.WeakValueDictionary()
 
 
 def _invalidate_stepped(optimizer: torch.optim.Optimizer) -> None:
-    with _caches_lock:
-        caches = list(_caches)
-    for cache in caches:
+    # One call, without a lock: threads add caches, and Ctrl-C must not leave it locked.
+    for cache in filter(None, map(call, _caches.valuerefs())):
         cache.invalidate(
             chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
         )

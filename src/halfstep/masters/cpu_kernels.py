@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
+from collections import deque
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from operator import call
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,6 +109,7 @@ def update(
     *,
     inverse: Tensor,
     clock: tuple[int, int],
+    counters: Sequence[Tensor] = (),
     kernels: Kernels | None = None,
 ) -> None:
     """Update parameters on the CPU in place: see `fused_step.Kernel`.
@@ -141,7 +144,8 @@ def update(
             own = (rule.eps, rule.beta1, rule.beta2)
         numbers = array("d", [float(inverse), rule.lr, rule.weight_decay, *own])
         random_words = array("Q", [number & _LONG for number in clock])
-        kernels.library.halfstep_update(
+        run = partial(
+            kernels.library.halfstep_update,
             table.buffer_info()[0],
             len(items),
             numbers.buffer_info()[0],
@@ -150,6 +154,9 @@ def update(
             random_words.buffer_info()[0],
             (team := kernels.team()).buffer_info()[0],
         )
+        count = [partial(torch._foreach_add_, counters, 1.0)] if counters else []
+        # One instruction: Ctrl-C comes before both, or after both.
+        deque(map(call, [*count, run]), maxlen=0)
         del tensors, team
 
 

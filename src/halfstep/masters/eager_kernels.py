@@ -45,8 +45,11 @@ def update(
     *,
     inverse: Tensor,
     clock: tuple[int, int],
+    counters: Sequence[Tensor] = (),
 ) -> None:
     """Update parameters of one device in place: see `fused_step.Kernel`."""
+    if counters:
+        torch._foreach_add_(counters, 1.0)
     factor = -inverse if rule.maximize else inverse
     for (first, step), group in groupby(items, _step_of):
         same_step = [*group]

@@ -253,7 +253,8 @@ class Kernel:
     update: Callable[..., None]
     """(items, rule, encoding, inverse=, clock=) updates each `ParamUpdate` in place.
     `encoding` is a name; `inverse`, fp32, shape (), multiplies gradients; `clock` is
-    the seed and step of the random numbers."""
+    the seed and step of the random numbers. It raises before it changes anything. Those
+    on the host take step `counters`, which they increment first."""
     on_device: bool
     """Whether `update` takes `found_inf`, changes nothing where it is 1, and else also
     increments the step counters."""
@@ -341,23 +342,15 @@ class FusedStep:
         assert rule is not None, "_choose_kernel() has rejected it"  # noqa: S101
         updates = self._updates(rule, params)
         on_device = self.kernel.on_device
-        more = {"found_inf": found_inf} if on_device else {}
+        more: dict[str, Any] = {"found_inf": found_inf} if on_device else {}
         clock = rng.seed, rng.step
         for name, items in updates.items():
             if not items:
                 continue
-            column = [] if on_device else [item.step for item in items]
-            steps = [step for step in column if step is not None]
-            if steps:
-                torch._foreach_add_(steps, 1.0)
-            try:
-                self.kernel.update(
-                    items, rule, name, inverse=inverse, clock=clock, **more
-                )
-            except BaseException:
-                if steps:  # kernels raise before they change anything
-                    torch._foreach_sub_(steps, 1.0)
-                raise
+            if not on_device:
+                steps = (item.step for item in items)
+                more["counters"] = [step for step in steps if step is not None]
+            self.kernel.update(items, rule, name, inverse=inverse, clock=clock, **more)
             for item in items:
                 item.is_first_step = False
                 item.gradient = item.weight  # do not keep the gradient alive

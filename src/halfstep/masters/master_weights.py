@@ -414,8 +414,8 @@ class MasterWeights:
 
         If it raises, updates that were made until then stay.
         """
-        self.stepping = True
         try:
+            self.stepping = True
             yield
         except BaseException:
             self._copy_back()
@@ -437,6 +437,13 @@ class MasterWeights:
             masters = [p for p in params_of(self.optimizer) if p in self.master_params]
             weights: list[Tensor] = [self.master_params[p].weight for p in masters]
             torch._foreach_copy_(weights, masters)
+
+    def complete_update(self, before: RoundingRng) -> None:
+        """Copy back an update that was interrupted; `before` it, `rng` was this."""
+        if self.rng is before:
+            self.publish()
+        else:
+            self.mark_synced()
 
     def advance_rng(self) -> None:
         """Advance the RNG of stochastic rounding by one step."""

@@ -155,10 +155,13 @@ class OptimizerInBackward:
             self.masters.mark_param_synced(param)
         weight.grad = param.grad = None
 
-    def finish_step(self) -> tuple[dict[Tensor, tuple[bool, bool]], Tensor | None]:
-        """End a step; return `skipped_params` and the norm of all gradients."""
-        skipped_params, squares = self.skipped_params, self._square_sum
-        self.skipped_params, self.stepped_params, self._square_sum = {}, set(), None
+    @property
+    def norm(self) -> Tensor | None:
+        """Norm of all gradients of the current step, shape (), if it is computed."""
+        return None if self._square_sum is None else self._square_sum.sqrt().float()
+
+    def finish_step(self) -> None:
+        """End a step."""
+        self.discard()
         self.masters.advance_rng()
         optimizer_hooks.notify(self.masters.optimizer)
-        return skipped_params, None if squares is None else squares.sqrt().float()

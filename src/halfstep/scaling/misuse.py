@@ -167,8 +167,8 @@ def no_autocast(choice: str, *, low_weights: bool) -> str:
 def pass_failed() -> RuntimeError:
     """Session: `step` after a backward pass or a step that raised an exception."""
     return RuntimeError(
-        "a backward pass or a step ended with an exception, so gradients are missing "
-        "or changed: call session.zero_grad(), then begin the window again."
+        "the last backward pass or step ended with an exception, and the gradients of "
+        "its window were dropped: begin the next with session.backward(loss)."
     )
 
 

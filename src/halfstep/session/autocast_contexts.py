@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections import deque
+from contextlib import AbstractContextManager, ContextDecorator
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +16,8 @@ from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 from halfstep.casting.weight_cache import CastCache
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from halfstep.machine.recommendation import Choice
     from halfstep.policy.rules import Policy
     from halfstep.reporting.table import Table
@@ -124,3 +129,51 @@ class AutocastContexts:
         if self._recording_context is None or not self._recording_context.has_records:
             return None
         return self._recording_context.report()
+
+
+class ForwardContext(ContextDecorator):
+    """`session.autocast()`: contexts that open and close together.
+
+    Ctrl-C comes between two instructions. So a context is opened and recorded in one,
+    `extend`; and a `map` that is asked again, after it was interrupted, closes no
+    context twice.
+
+    Args:
+        prepare: Called at each entry; returns the contexts.
+    """
+
+    def __init__(
+        self, prepare: Callable[[], list[AbstractContextManager[Any]]]
+    ) -> None:
+        self._prepare = prepare
+        self._entries: list[tuple[list[AbstractContextManager[Any]], list[Any]]] = []
+        """Contexts of each entry, and what those that are open have returned."""
+
+    def __enter__(self) -> Any:  # noqa: ANN401 -- what the last context returns
+        """Open the contexts; return what the last one returns."""
+        contexts, opened = self._prepare(), list[Any]()
+        self._entries.append((contexts, opened))
+        try:
+            opened.extend(map(methodcaller("__enter__"), contexts))
+            return opened[-1]
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        """Close the contexts that are open, the last one first."""
+        closing = None
+        try:
+            closing = self._closing(error)
+            deque(closing, maxlen=0)
+        except BaseException:
+            deque(closing or self._closing(error), maxlen=0)
+            raise
+        finally:
+            self._entries.pop()
+
+    def _closing(self, error: tuple[object, ...]) -> Iterator[object]:
+        """Return an iterator that closes one context at a time."""
+        contexts, opened = self._entries[-1]
+        is_open = contexts[: len(opened)]
+        return map(methodcaller("__exit__", *error), reversed(is_open))

@@ -59,9 +59,9 @@ class LRSchedule:
         delayed_applied = self._delayed.submit((applied,))
         while delayed_applied and self._num_followed < delayed_applied[0]:
             self._warn_if_stepped_twice()
+            self._num_followed += 1  # first: an interrupt must not step it twice
             self.scheduler.step()
             self._last_epoch = getattr(self.scheduler, "last_epoch", None)
-            self._num_followed += 1
 
     def _warn_if_stepped_twice(self) -> None:
         """Warn once if other code steps the schedule too."""

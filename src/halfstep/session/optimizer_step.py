@@ -9,6 +9,7 @@ about unfinished windows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from halfstep.masters import MasterWeights
+    from halfstep.masters.encoding import RoundingRng
     from halfstep.masters.fused_step import Kernel
+    from halfstep.scaling.loss_scale import ScaleState
     from halfstep.scaling.per_pass import BackwardPasses
-    from halfstep.scaling.step_report import NonFiniteParam
+    from halfstep.scaling.step_report import NonFiniteParam, StepReport
 
 
 _IS_SPARSE = attrgetter("is_sparse")
@@ -301,6 +304,24 @@ def _check_finite(gradients: list[Tensor]) -> Tensor:
     return found_inf
 
 
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What is left to do once the weights are updated, and what tells it is done."""
+
+    report: StepReport
+    found_inf: Tensor
+    """1.0 if a gradient was non-finite, else 0.0, shape ()."""
+    skipped: Tensor
+    """1.0 if no weight was updated, else 0.0, shape ()."""
+    scaler: LossScaler | BackwardPasses
+    scale_state: ScaleState
+    """Of the scaler, before the step."""
+    count_version: int
+    """Version counter of the number of skipped steps, before the step."""
+    rng: RoundingRng
+    """Of the master weights, before the step."""
+
+
 class AccumulationWindow:
     """Micro-batches since the last optimizer step.
 
@@ -310,8 +331,8 @@ class AccumulationWindow:
         loss: Loss of the current micro-batch; None between micro-batches.
         num_contexts: Training contexts opened since the last call of `session.step`.
         num_passes: Backward passes of unnamed losses since then.
-        has_failed: A backward pass raised after others had left gradients, or a step
-            that had begun to change them raised.
+        is_partial: A backward pass or a step is changing the gradients, or was ended
+            by an exception, and the window has been dropped.
         has_gradients: The last micro-batch left gradients that the caller can clear.
     """
 
@@ -320,7 +341,7 @@ class AccumulationWindow:
         self.num_done = 0
         self.loss: Tensor | None = None
         self.num_contexts = self.num_passes = 0
-        self.has_gradients = self.has_failed = False
+        self.has_gradients = self.is_partial = False
         self._warned_pending = self._warned_cleared = self._warned_rare = False
 
     @property
@@ -337,7 +358,7 @@ class AccumulationWindow:
         """Start the next window."""
         self.num_done, self.loss, self.has_gradients = 0, None, False
         self.num_contexts = self.num_passes = 0
-        self.has_failed = False
+        self.is_partial = False
 
     def warn_if_cleared(self, *, has_gradients: bool) -> None:
         """Warn once if gradients of the window are gone before its next pass."""

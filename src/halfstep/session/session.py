@@ -36,13 +36,14 @@ from halfstep.scaling.step_report import (
 from halfstep.session import fsdp, model_hooks
 from halfstep.session import memory as session_memory
 from halfstep.session import state_dict as session_state_dict
-from halfstep.session.autocast_contexts import AutocastContexts
+from halfstep.session.autocast_contexts import AutocastContexts, ForwardContext
 from halfstep.session.ddp_sync import GradientSync
 from halfstep.session.explain import precision_table
 from halfstep.session.lr_schedule import LRSchedule, check_scheduler
 from halfstep.session.optimizer_step import (
     AccumulationWindow,
     OptimizerStep,
+    StepEnd,
     check_clip_norm,
 )
 from halfstep.session.running_stats import RunningStats
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
     from torch.optim.lr_scheduler import LRScheduler
 
-    from halfstep.casting.autocast_mode import Autocast, PolicyAutocast
     from halfstep.machine.recommendation import Choice
     from halfstep.masters.encoding import MasterEncoding
     from halfstep.masters.rounding_loss import RoundingLoss
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     _AroundUpdate = Callable[[StepReport], contextlib.AbstractContextManager[object]]
 
 
-_NO_CONTEXT = contextlib.nullcontext()
 _GRAD, _WEIGHT, _VERSION = map(attrgetter, ("grad", "weight", "_version"))
 _IS_SET = partial(is_not, None)
 
@@ -158,47 +157,51 @@ class Session(Report):
         self._around_update: _AroundUpdate = contextlib.nullcontext
         self._awaits_first_loss = True
         """Whether no loss has been given to `backward` yet."""
-        self._num_open_contexts = 0
-        """Number of contexts that are open now."""
         self._num_attempted = 0
         self._num_skipped = torch.zeros((), device=self._device)
         self._window = AccumulationWindow(accumulate)
+        self._step_end: StepEnd | None = None
+        """Of a step whose update has begun, until the step has ended."""
         model_hooks.check_external_steps(self._masters, self.scaler, self._window)
         self._grad_sync = GradientSync(self._masters, choice.format.dtype, accumulate)
         self._lr_schedule = LRSchedule(scheduler)
         self._running_stats = RunningStats(model) or None
 
-    @contextlib.contextmanager
-    def autocast(self, *, record: bool = False) -> Iterator[Autocast | PolicyAutocast]:
-        """Open the autocast context for forward pass and loss of one micro-batch.
+    def autocast(self, *, record: bool = False) -> ForwardContext:
+        """Return the autocast context for forward pass and loss of one micro-batch.
+
+        It may be entered any number of times.
 
         Args:
             record: Record each operation for `explain`. Off by default: it is slow.
         """
+        return ForwardContext(partial(self._forward_contexts, record=record))
+
+    def _forward_contexts(
+        self, *, record: bool
+    ) -> list[contextlib.AbstractContextManager[Any]]:
+        """Prepare a forward pass; return its contexts, the autocast context last."""
+        window = self._window
         if not self._num_attempted:
             self._check_not_replaced()
         # Not an evaluation: teachers, metrics and checkpointed blocks in training.
-        training = self._unwrapped.training or self._num_open_contexts > 0
+        training = self._unwrapped.training or window.num_contexts > 0
         if not torch.is_grad_enabled() and not training:
-            self._window.warn_if_pending()
+            window.warn_if_pending()
         # Before the forward pass, since it writes to weights.
         self._masters.add_new_params()
-        sync_context: contextlib.AbstractContextManager[None] = _NO_CONTEXT
+        contexts: list[contextlib.AbstractContextManager[Any]] = []
         if self.model is not self._model_without_ddp:
-            sync_context = self._grad_sync.forward_context(
-                self.model, self._window.num_done, per_pass=self._passes is not None
+            no_sync = self._grad_sync.forward_context(
+                self.model, window.num_done, per_pass=self._passes is not None
             )
-        context = self._contexts.select(record=record)
-        if torch.is_grad_enabled() and not self._num_open_contexts:
-            if self._running_stats is not None and not self._window.has_begun:
+            contexts.append(no_sync)
+        contexts.append(self._contexts.select(record=record))
+        if torch.is_grad_enabled():
+            if self._running_stats is not None and not window.has_begun:
                 self._running_stats.save()
-            self._window.num_contexts += 1
-        self._num_open_contexts += 1
-        try:
-            with sync_context, context:
-                yield context
-        finally:
-            self._num_open_contexts -= 1
+            window.num_contexts += 1
+        return contexts
 
     def backward(
         self, loss: Tensor, *, name: str = "", retain_graph: bool = False
@@ -218,16 +221,30 @@ class Session(Report):
                 for `retain_graph` under DDP, which averages once a forward pass.
             DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
         """
+        try:
+            self._backward(loss, name, retain=retain_graph)
+        except BaseException as error:
+            self._end_failed_call(error)
+            mismatch = dtype_mismatch.explain(error)
+            if mismatch is not None:
+                raise mismatch from error
+            raise
+
+    def _backward(self, loss: Tensor, name: str, *, retain: bool) -> None:
+        """Check a loss, run its backward pass, and record it in the window."""
         is_tensor = isinstance(loss, Tensor)
         if not is_tensor:
             expected = "a Tensor with its graph, as the loss function returns it"
             require_type("loss", loss, is_tensor, expected)
         window = self._window
+        if window.is_partial:
+            self.zero_grad()
         second_pass = window.loss is not None
         if second_pass and self._in_backward is not None:
             raise misuse.released_twice()
         if self._awaits_first_loss:
             self._check_first_loss(loss)
+        window.is_partial = True
         scaler = self.scaler
         if self._passes is not None or (name and self._in_backward is None):
             scaler = self._scaler_of_pass(name)
@@ -235,21 +252,17 @@ class Session(Report):
         scaler.observe_loss(loss, self._name, self._user_policy)
         if window.has_gradients and not second_pass and passes is None:
             window.warn_if_cleared(has_gradients=bool(self._reachable_grads()))
-        first = not (window.num_done or second_pass)
         window.loss = loss.detach()
         window.num_passes += not name
-        try:
-            if passes is None:
-                self._run_backward(loss, scaler, second_pass, keep_graph=retain_graph)
-            else:
-                self._run_checked(passes, loss, name, retain=retain_graph)
-        except Exception as error:
-            self._drop_partial_pass(error, is_first=first)
-            raise
+        if passes is None:
+            self._run_backward(loss, scaler, second_pass, keep_graph=retain)
+        else:
+            self._run_checked(passes, loss, name, retain=retain)
         if self.model is not self._model_without_ddp:
             self._grad_sync.after_backward(per_pass=passes is not None)
         if self._checks_versions:
             self._grad_versions = self._read_grad_versions()
+        window.is_partial = False
 
     def _check_first_loss(self, loss: Tensor) -> None:
         """Detect a scaled loss, and warn of a forward pass without autocast."""
@@ -259,15 +272,35 @@ class Session(Report):
             low = self.choice.level.low_weights
             warn_caller(misuse.no_autocast(f"{self.choice}", low_weights=low))
 
-    def _drop_partial_pass(self, error: Exception, *, is_first: bool) -> None:
-        """Keep the gradients of a failed pass out of the next update."""
-        if is_first:
+    def _end_failed_call(self, error: BaseException) -> None:
+        """Leave no part of a window behind a call of `backward` or `step` that raised.
+
+        A call that is refused before it changes anything leaves the window as it was.
+        If the weights have been updated, the step is completed. Otherwise the window is
+        dropped whole: parts of it must not reach the update of another.
+
+        Ctrl-C may come between any two instructions. Errors that the program catches
+        and repairs are `Exception`s, after which a loss may still wait for its step.
+        """
+        window, in_backward = self._window, self._in_backward
+        self._masters.stepping = False
+        if self._step_end is not None:
+            self._masters.complete_update(self._step_end.rng)
+            if in_backward is not None:
+                in_backward.discard()
+            self._end_step(self._step_end)
+        elif window.is_partial or (
+            window.loss is not None and not isinstance(error, Exception)
+        ):
+            if in_backward is not None and in_backward.count:
+                updated = in_backward.count - len(in_backward.skipped_params)
+                error.add_note(
+                    f"optimizer_in_backward=True: {updated} of "
+                    f"{len(params_of(self.optimizer))} parameters were updated before "
+                    "the error, and keep the update."
+                )
             self.zero_grad()
-        else:
-            self._window.has_failed = True
-        mismatch = dtype_mismatch.explain(error)
-        if mismatch is not None:
-            raise mismatch from error
+            window.is_partial = True
 
     def _scaler_of_pass(self, name: str) -> LossScaler:
         """Return the scaler of a pass that is unscaled and checked separately.
@@ -334,13 +367,13 @@ class Session(Report):
         is_local = hooked and not ddp.is_data_parallel(self.model)
         if second_pass:
             masters.accumulate_grads()
-        if in_backward is not None:
-            in_backward.start(in_backward=is_local)
-        elif is_local:
-            masters.accumulate_in_backward()
-        if accumulator is not None:
-            accumulator.start(scaled)
         try:
+            if in_backward is not None:
+                in_backward.start(in_backward=is_local)
+            elif is_local:
+                masters.accumulate_in_backward()
+            if accumulator is not None:
+                accumulator.start(scaled)
             scaled.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
         finally:
             if accumulator is not None:
@@ -416,7 +449,7 @@ class Session(Report):
         window = self._window
         if self._in_backward is not None:
             raise misuse.updated_in_backward(excluded=call)
-        if window.has_failed:
+        if window.is_partial:
             raise misuse.pass_failed()
         if not window.num_pending:
             self._optimizer_step.reject_foreign_grads(self.backward_call)
@@ -503,11 +536,11 @@ class Session(Report):
             RuntimeError: If there was no backward pass, or it left no gradient.
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
-        self._masters.add_new_params()  # may refuse, and nothing is counted yet
-        if not self._end_microbatch():
-            self._contexts.after_microbatch()
-            return StepReport(self._num_attempted, complete=False)
-        return self._step_window()
+        try:
+            return self._step(is_flush=False)
+        except BaseException as error:
+            self._end_failed_call(error)
+            raise
 
     def flush(self) -> StepReport:
         """Update the weights with fewer than `accumulate` micro-batches.
@@ -515,46 +548,52 @@ class Session(Report):
         For the end of an epoch. The step uses the mean of the micro-batches so far.
         Without any, nothing happens, and the report is not complete.
         """
-        if self._window.loss is not None or self._window.has_failed:
-            report = self.step()
-            if report.complete:
-                return report
-        if not self._window.num_done:
-            return StepReport(self._num_attempted, complete=False)
-        self._masters.add_new_params()
-        return self._step_window()
+        try:
+            return self._step(is_flush=True)
+        except BaseException as error:
+            self._end_failed_call(error)
+            raise
+
+    def _step(self, *, is_flush: bool) -> StepReport:
+        """Count a micro-batch, if there is one, and update after the last of a step."""
+        window = self._window
+        self._masters.add_new_params()  # may refuse, and nothing is counted yet
+        is_complete = is_flush and window.num_done > 0
+        if not is_flush or window.loss is not None or window.is_partial:
+            is_complete = self._end_microbatch() or is_flush
+        if is_complete:
+            return self._step_window()
+        self._contexts.after_microbatch()
+        return StepReport(self._num_attempted, complete=False)
 
     def _step_window(self) -> StepReport:
-        """Update the weights; step the schedule and refresh the cast cache."""
+        """Update the weights with the micro-batches so far."""
+        self._window.is_partial = True
         if self._in_backward is None:
-            report = self._update_weights()
-        else:
-            report = self._finish_in_backward(self._in_backward)
-        if self._lr_schedule.scheduler is not None:
-            self._lr_schedule.step(self._num_attempted - self._num_skipped)
-        unmatched = self._contexts.after_step(self._num_implied_rules)
-        if unmatched:
-            warn_caller(unmatched)
-        return report
+            return self._update_weights()
+        return self._finish_in_backward(self._in_backward)
 
     def _end_microbatch(self) -> bool:
         """Count one micro-batch; return whether it was the last of its step."""
         window = self._window
-        if window.has_failed:
+        if window.is_partial:
             raise misuse.pass_failed()
         if window.loss is None:
             if not window.num_done:
                 self._optimizer_step.reject_foreign_grads(self.backward_call)
             raise misuse.step_without_backward(self._num_attempted)
+        window.is_partial = True
         if self._checks_versions:
             self._warn_if_grads_changed()
         window.num_done += 1
         window.loss = None
+        is_last = window.num_done >= window.size
         if window.size > 1:
             window.warn_if_too_rare()
             self._masters.accumulate_grads()
             window.has_gradients = bool(self._reachable_grads())
-        return window.num_done >= window.size
+            window.is_partial = is_last
+        return is_last
 
     def _update_weights(self) -> StepReport:
         """Take one optimizer step, in five stages.
@@ -564,37 +603,37 @@ class Session(Report):
         """
         scaler = self.scaler if self._passes is None else self._passes
         params, grads = self._collect_grads(scaler)
-        self._window.has_failed = True  # unless the step reaches `reset`
         found_inf = self._optimizer_step.unscale(grads, scaler)
         found_inf = reduce_found_inf(found_inf, grads, scaler.group)
-        report = self._clip_and_update(params, grads, found_inf, scaler)
-        self._end_step(report, found_inf, scaler)
-        return report
+        end = self._clip_and_update(params, grads, found_inf, scaler)
+        return self._end_step(end)
 
     def _finish_in_backward(self, in_backward: OptimizerInBackward) -> StepReport:
         """Report the updates that were made during the backward pass."""
         if not in_backward.count:
             raise misuse.no_gradient()
-        count = in_backward.count
-        left_out, norm = in_backward.finish_step()
-        self._num_attempted += 1
-        self._num_skipped += len(left_out) == count
+        left_out, norm = in_backward.skipped_params, in_backward.norm
+        is_skipped = len(left_out) == in_backward.count
         names = tuple(map(self._name, left_out))
         nonfinite = tuple(
             NonFiniteParam(name, *kinds)
             for name, kinds in zip(names, left_out.values(), strict=True)
         )
         report = StepReport(
-            self._num_attempted,
+            self._num_attempted + 1,
             complete=True,
-            found_inf=len(left_out) == count,
+            found_inf=is_skipped,
             norm=Constant(norm),
             culprits=Constant(nonfinite),
             left_out=names,
         )
         found_inf = torch.full((), float(bool(left_out)), device=self._device)
-        self._end_step(report, found_inf, self.scaler)
-        return report
+        skipped = torch.full((), float(is_skipped), device=self._device)
+        self._step_end = end = self._new_step_end(
+            report, found_inf, self.scaler, skipped=skipped
+        )
+        in_backward.finish_step()
+        return self._end_step(end)
 
     def _collect_grads(
         self, scaler: LossScaler | BackwardPasses
@@ -622,8 +661,8 @@ class Session(Report):
         grads: list[Tensor],
         found_inf: Tensor,
         scaler: LossScaler | BackwardPasses,
-    ) -> StepReport:
-        """Update the weights unless `found_inf` is 1; return the report."""
+    ) -> StepEnd:
+        """Update the weights unless `found_inf` is 1; return what ends the step."""
         step = self._optimizer_step
         on_device, norm = step.skips_on_device, step.norm
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
@@ -638,24 +677,50 @@ class Session(Report):
             culprits=culprits,
             dropped=scaler.num_dropped,
         )
-        with self._around_update(report):
-            step.update(found_inf, on_device=on_device)
-        self._num_attempted += 1
-        self._num_skipped += found_inf
-        return report
+        end = self._new_step_end(report, found_inf, scaler, skipped=found_inf)
+        try:
+            self._step_end = end
+            with self._around_update(report):
+                step.update(found_inf, on_device=on_device)
+        except Exception:
+            self._step_end = None  # it may have updated nothing: the window is dropped
+            raise
+        return end
 
-    def _end_step(
+    def _new_step_end(
         self,
         report: StepReport,
         found_inf: Tensor,
         scaler: LossScaler | BackwardPasses,
-    ) -> None:
-        """Clear the gradients of a finished step, and update the loss scale."""
+        *,
+        skipped: Tensor,
+    ) -> StepEnd:
+        count = self._num_skipped._version  # noqa: SLF001
+        rng = self._masters.rng
+        return StepEnd(report, found_inf, skipped, scaler, scaler.state, count, rng)
+
+    def _end_step(self, end: StepEnd) -> StepReport:
+        """Count a step, clear its gradients, and update loss scale and schedule.
+
+        Called again after an interrupt, it does what has not been done.
+        """
+        self._num_attempted = end.report.step
+        if self._num_skipped._version == end.count_version:  # noqa: SLF001
+            self._num_skipped += end.skipped
         self._optimizer_step.zero_grad()
-        self._window.reset()
         if self._running_stats is not None:
-            self._running_stats.restore(found_inf)
-        scaler.update(found_inf, report.culprits)
+            self._running_stats.restore(end.found_inf)
+        scaler = end.scaler
+        if scaler.state is end.scale_state:
+            scaler.update(end.found_inf, end.report.culprits)
+        if self._lr_schedule.scheduler is not None:
+            self._lr_schedule.step(self._num_attempted - self._num_skipped)
+        unmatched = self._contexts.after_step(self._num_implied_rules)
+        self._window.reset()
+        self._step_end = None
+        if unmatched:
+            warn_caller(unmatched)
+        return end.report
 
     def _check_not_replaced(self) -> None:
         weights = map(self._masters.model_param, params_of(self.optimizer))
