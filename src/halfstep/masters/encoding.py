@@ -122,6 +122,8 @@ class MasterParam:
     """What is stored beside the weight; None with "stochastic"."""
     param_index: int
     """Index of the parameter, for stochastic rounding."""
+    position: int
+    """Index among the master weights."""
     dtype: torch.dtype
     """Dtype of the weight when it got its master."""
     grad_buffer: Tensor | None = None

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-_weight, _version = map(attrgetter, ("weight", "_version"))
+
+_WEIGHT, _VERSION = map(attrgetter, ("weight", "_version"))
 
 
 class MasterWeights:
@@ -109,9 +110,8 @@ class MasterWeights:
         self._fused_step: FusedStep | None = None
         self.stepping = False
         """Whether this class is calling `optimizer.step`."""
-        self._synced: dict[Tensor, tuple[int, int]] = {}
-        """Master weight -> version counter and address of its weight, when the two
-        matched."""
+        self._synced: tuple[list[int], list[int]] = [], []
+        """Version counters and addresses of the weights when they matched theirs."""
         self._warned_of_writes = False
         self._checksums: tuple[list[object], Tensor] | None = None
         """Layouts of the weights, and sums of their bits, after the last update."""
@@ -195,7 +195,8 @@ class MasterWeights:
         if encoding.is_compact:
             dtype = encoding.residual
             residual = None if dtype is None else torch.empty_like(param, dtype=dtype)
-        master_param = MasterParam(param, master, residual, param_index, param.dtype)
+        indices = param_index, len(self.master_params)
+        master_param = MasterParam(param, master, residual, *indices, param.dtype)
         if encoding.is_compact:
             master_param.encode_(encoding, fp32, self.rng)
         self.master_params[master] = master_param
@@ -471,14 +472,17 @@ class MasterWeights:
 
     def mark_synced(self) -> None:
         """Record that the model weights match the master weights now."""
-        self._synced = self._weight_versions()
+        self._synced = self._marks()
         self._checksums = None
 
     def mark_param_synced(self, param: Tensor) -> None:
         """Record so for one parameter, which has just been updated alone."""
-        if param in self._synced:
-            weight = self.model_param(param)
-            self._synced[param] = _version(weight), weight.data_ptr()
+        master_param = self.master_params.get(param)
+        if master_param is not None:
+            position, weight = master_param.position, master_param.weight
+            versions, addresses = self._synced
+            versions[position] = weight._version  # noqa: SLF001
+            addresses[position] = weight.data_ptr()
 
     @torch.no_grad()
     def sync_external_writes(self) -> None:
@@ -495,12 +499,12 @@ class MasterWeights:
         written = self._externally_written()
         if not written:
             return
-        changed = 0
+        changed, versions = 0, self._synced[0]
         for param in written:
-            if self._synced[param.master][0] == _version(param.weight):
-                changed += param.follow_weight(self.encoding, self.rng)
-            else:
-                changed += param.reset_from_weight(self.encoding, self.rng)
+            # At a new address alone, compact encodings keep their low bits.
+            is_moved = param.weight._version == versions[param.position]  # noqa: SLF001
+            reset = param.follow_weight if is_moved else param.reset_from_weight
+            changed += reset(self.encoding, self.rng)
         self.mark_synced()
         if changed and not self._warned_of_writes:
             # Once: programs that clamp their weights do so in each step.
@@ -563,17 +567,18 @@ class MasterWeights:
             layouts.append((bits.dtype, weight.stride(), weight.device))
         return layouts, torch.stack(sums)
 
-    def _weight_versions(self) -> dict[Tensor, tuple[int, int]]:
-        weights = [*map(_weight, self.master_params.values())]
-        marks = zip(map(_version, weights), map(Tensor.data_ptr, weights), strict=True)
-        return dict(zip(self.master_params, marks, strict=True))
+    def _marks(self) -> tuple[list[int], list[int]]:
+        weights = [*map(_WEIGHT, self.master_params.values())]
+        return [*map(_VERSION, weights)], [*map(Tensor.data_ptr, weights)]
 
     def _externally_written(self) -> list[MasterParam]:
         """Return the parameters whose weights were written since `mark_synced`."""
-        now, synced = self._weight_versions(), self._synced
-        if now == synced:
+        marks = self._marks()
+        if marks == self._synced:
             return []
-        return [p for m, p in self.master_params.items() if now[m] != synced[m]]
+        now, before = zip(*marks, strict=True), zip(*self._synced, strict=True)
+        rows = zip(self.master_params.values(), now, before, strict=True)
+        return [param for param, mark, synced in rows if mark != synced]
 
 
 class NoMasters(MasterWeights):
