@@ -265,29 +265,6 @@ def test_refused_whole(harm: str, turn: int) -> None:
     assert same(bits(session), before)
 
 
-class Fussy(torch.optim.SGD):
-    """Refuses what it is given."""
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        del state_dict
-        message = "not today"
-        raise ValueError(message)
-
-
-@pytest.mark.parametrize("form", ["fp32", "split", "kahan", "stochastic"])
-def test_an_optimizer_that_refuses(form: str) -> None:
-    """Law: where the optimizer itself refuses, no weight has been loaded yet."""
-    state = copy.deepcopy(build("O2 bf16 fp32", "sgd").state_dict())
-    model = net(1)
-    optimizer = Fussy(model.parameters(), lr=0.05, momentum=0.9)
-    session = hs.prepare(model, optimizer, "O2", dtype="bf16", master=form)
-    train(session, 0)
-    before = copy.deepcopy(bits(session))
-    with pytest.raises(ValueError, match="not today"):
-        session.load_state_dict(state)
-    assert same(bits(session), before)
-
-
 class Remembers(nn.Linear):
     """Has state of its own, a word or a tensor."""
 
@@ -319,6 +296,56 @@ def test_what_modules_remember(level: str, kept: Any) -> None:
         bare.load_state_dict(first.state_dict())
     with pytest.raises(UserError, match=r"'0\._extra_state' is in the model alone"):
         first.load_state_dict(bare.state_dict())
+
+
+def refuse(*_: object) -> None:
+    message = "not today"
+    raise ValueError(message)
+
+
+@pytest.mark.parametrize("form", ["fp32", "split", "kahan", "stochastic"])
+@pytest.mark.parametrize("who", ["schedule", "module", "optimizer", "another schedule"])
+def test_loading_that_raises(form: str, who: str) -> None:
+    """Law: whoever rejects a state, all is as it was, and training goes on alike."""
+
+    def start(seed: int, *rates: float) -> Session:
+        model = nn.Sequential(net(seed), Remembers(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        parts = [torch.optim.lr_scheduler.ConstantLR(optimizer, r) for r in rates]
+        after = list(range(1, len(rates)))
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, after)
+        return hs.prepare(
+            *(model, optimizer, "O2"), dtype="bf16", master=form, scheduler=schedule
+        )
+
+    def go(session: Session) -> None:
+        with session.autocast():
+            loss = sum(p.float().sum() for p in session.model.parameters())
+        session.backward(loss)
+        session.step()
+
+    other = start(2, 0.5, 0.2, 0.1)
+    session, twin = (
+        start(1, *((0.5, 0.2) + (0.1,) * (who != "schedule"))) for _ in "12"
+    )
+    for each in (other, session, twin):
+        each.model[1].kept = str(each is other)
+        go(each)
+    state = copy.deepcopy(other.state_dict())
+    if who == "module":
+        session.model[1].set_extra_state = refuse  # type: ignore[method-assign]
+    elif who == "optimizer":
+        session.optimizer.register_load_state_dict_post_hook(refuse)
+    elif who == "another schedule":
+        session.scheduler = torch.optim.lr_scheduler.StepLR(session.optimizer, 1)
+        twin.scheduler = torch.optim.lr_scheduler.StepLR(twin.optimizer, 1)
+    words = "not today|list index|another schedule than StepLR: it has .*_milestones"
+    with pytest.raises((ValueError, IndexError), match=words):
+        session.load_state_dict(state)
+    for _ in range(2):
+        assert same(*(copy.deepcopy(each.state_dict()) for each in (session, twin)))
+        for each in (session, twin):
+            go(each)
 
 
 def with_outside(kind: str, sizes: tuple[int, int] = (3, 64)) -> tuple[Session, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -11,6 +12,8 @@ from halfstep.errors import UserError, require_type, warn_caller
 from halfstep.session.chained_optimizer import optimizers_of
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from torch import Tensor
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -82,10 +85,28 @@ class LRSchedule:
             return {}
         return {"followed": self._num_followed, "state": self.scheduler.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any], applied: int) -> None:
-        """Load a state; {} starts the schedule after `applied` optimizer steps."""
-        self._num_followed, self._last_epoch = applied, None
-        self._delayed = DelayedScalars()
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise if a state is that of another type of scheduler."""
+        if self.scheduler is None or not state:
+            return
+        # Another torch version has more keys or fewer; only another type has both.
+        own, saved = self.scheduler.state_dict().keys(), state["state"].keys()
+        if own - saved and saved - own:
+            raise UserError(
+                f"the state is of another schedule than {type(self.scheduler).__name__}"
+                f": it has {sorted(saved - own)} and no {sorted(own - saved)}. Build "
+                "the schedule that was saved."
+            )
+
+    def load_scheduler(self, state: dict[str, Any], undo: ExitStack) -> None:
+        """Load the scheduler's own state; `undo` gets what restores the current one."""
         if self.scheduler is not None and state:
+            before = copy.deepcopy(self.scheduler.state_dict())
+            undo.callback(self.scheduler.load_state_dict, before)
             self.scheduler.load_state_dict(state["state"])
-            self._num_followed = state["followed"]
+
+    def restart(self, state: dict[str, Any], applied: int) -> None:
+        """Count from a loaded state; {} starts after `applied` optimizer steps."""
+        has_state = self.scheduler is not None and bool(state)
+        self._num_followed = state["followed"] if has_state else applied
+        self._last_epoch, self._delayed = None, DelayedScalars()

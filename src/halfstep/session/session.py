@@ -929,13 +929,20 @@ class Session(Report):
             state: What `state_dict` returned.
 
         Raises:
-            UserError: If it is of another version, or weights or optimizer do not fit.
-                Nothing has been changed then.
+            UserError: If it is of another version, or weights, optimizer or schedule do
+                not fit. Nothing has been changed then, nor after an exception of the
+                schedule, the optimizer or a module's `set_extra_state`.
         """
-        # Check everything first: a rejected state must leave the session unchanged.
         session_state_dict.check(state, self._unwrapped, self._masters)
         self._loss_scalers.check(state["scales"])
-        session_state_dict.load(state, self._unwrapped, self._masters, self.choice)
+        self._lr_schedule.check(state["schedule"])
+        with contextlib.ExitStack() as undo:
+            self._lr_schedule.load_scheduler(state["schedule"], undo)
+            session_state_dict.load_optimizer_and_extra(
+                state, self._unwrapped, self._masters, self.choice, undo
+            )
+            undo.pop_all()
+        session_state_dict.load_weights(state, self._unwrapped, self._masters)
         if state["dtype"] == self.choice.format.name:
             # Another dtype needs another scale: 65536 is right only for fp16.
             self._loss_scalers.load_state_dict(state["scales"])
@@ -945,4 +952,4 @@ class Session(Report):
             self._running_stats.save()
         self._num_attempted = state["steps"]["attempted"]
         self._num_skipped.fill_(state["steps"]["skipped"])
-        self._lr_schedule.load_state_dict(state["schedule"], self.steps_applied)
+        self._lr_schedule.restart(state["schedule"], self.steps_applied)

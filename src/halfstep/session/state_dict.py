@@ -20,6 +20,8 @@ from halfstep.numerics.formats import is_low
 from halfstep.session import fsdp
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from halfstep.machine.recommendation import Choice
     from halfstep.masters import MasterWeights
 
@@ -316,19 +318,40 @@ def _numbered(
     return list(zip(numbers, params, strict=True))
 
 
-@torch.no_grad()
-def load(
-    state: dict[str, Any], model: nn.Module, masters: MasterWeights, choice: Choice
+def load_optimizer_and_extra(
+    state: dict[str, Any],
+    model: nn.Module,
+    masters: MasterWeights,
+    choice: Choice,
+    undo: ExitStack,
 ) -> None:
-    """Load a state that passed `check`; its tensors are copied."""
+    """Load what the optimizer and modules may reject, of a state that passed `check`.
+
+    `undo` gets what restores the current values.
+    """
     masters.add_new_params()
-    # First, since the optimizer may raise where `check` did not.
-    optimizer = _shard_state(state["optimizer"], masters)
-    masters.optimizer.load_state_dict(optimizer)
-    saved = state["masters"]
+    values = copy.deepcopy(state["weights"] | state["extra"])
+    for name, before in copy.deepcopy(_extra(model)).items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        undo.callback(owner.set_extra_state, before)
+        owner.set_extra_state(values[name])
+    optimizer = masters.optimizer
+    own = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    undo.callback(optimizer.__setstate__, own)
+    saved = _shard_state(state["optimizer"], masters)
+    optimizer.load_state_dict(saved)
     own_settings = choice.level.name, choice.format.name, _encoding_name(masters)
-    same = (state.get("level"), state["dtype"], saved["form"]) == own_settings
-    _keep_dtypes(optimizer, masters.optimizer, same=same)
+    form = state["masters"]["form"]
+    same = (state.get("level"), state["dtype"], form) == own_settings
+    _keep_dtypes(saved, optimizer, same=same)
+
+
+@torch.no_grad()
+def load_weights(
+    state: dict[str, Any], model: nn.Module, masters: MasterWeights
+) -> None:
+    """Load the weights of a state that passed `check`; its tensors are copied."""
+    saved = state["masters"]
     masters.set_rng(saved["seed"], saved["step"])
     low = saved["low"] if saved["form"] == masters.encoding.name else {}
     master_params = masters.by_weight_id()
@@ -350,10 +373,6 @@ def load(
             weight = fp32_value.to(slot.weight.dtype)
         masters.set_fp32_(slot.master, fsdp.shard_like(fp32_value, tensor), weight)
     masters.normalize_states()
-    for name, value in (state["weights"] | state["extra"]).items():
-        if _is_extra(name):
-            owner = model.get_submodule(name.rpartition(".")[0])
-            owner.set_extra_state(copy.deepcopy(value))
 
 
 def _encoding_name(masters: MasterWeights) -> str:
