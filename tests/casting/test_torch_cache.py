@@ -86,11 +86,11 @@ def test_inside_a_region_of_torchs() -> None:
         assert layer(EYE).dtype == BF16
 
 
-def under_no_grad(layer: nn.Linear) -> bool:
-    """Change the weight between two passes under `no_grad`: is it seen?"""
+def by_a_list(layer: nn.Linear) -> bool:
+    """Change the weight by a function of lists: is it seen?"""
     layer(EYE)
     with torch.no_grad():
-        layer.weight.zero_()
+        torch._foreach_zero_([layer.weight])
     return not layer(EYE).any()
 
 
@@ -109,7 +109,7 @@ def data(layer: nn.Linear) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("edit", "counted"), [(under_no_grad, True), (detached, True), (data, False)]
+    ("edit", "counted"), [(by_a_list, True), (detached, True), (data, False)]
 )
 def test_unseen_edits(edit: Callable[[nn.Linear], bool], counted: bool) -> None:
     """Law: these edits are not seen, as the docstring says; a `CastCache` sees two."""
@@ -130,7 +130,7 @@ def test_unseen_edits(edit: Callable[[nn.Linear], bool], counted: bool) -> None:
 STEPS = st.lists(
     st.tuples(
         st.integers(0, 2),
-        st.sampled_from(["bf16", "fp16", "off", "close", "use", "step"]),
+        st.sampled_from(["bf16", "fp16", "off", "close", "use", "edit", "step"]),
     ),
     max_size=25,
 )
@@ -146,7 +146,10 @@ def test_no_thread_gets_a_wrong_cast(steps: list[tuple[int, str]]) -> None:
 
     def do(number: int, what: str) -> None:
         stack = opened[number]
-        if what == "step":
+        if what == "edit":
+            with torch.no_grad():
+                layer.weight.add_(1)
+        elif what == "step":
             optimizer.step()
         elif what == "close" and stack:
             stack.pop()[0].__exit__(None, None, None)

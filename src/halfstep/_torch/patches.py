@@ -6,8 +6,9 @@ All shared patches:
   context;
 - `casting.recompute`: activation checkpointing recomputes segments under the policy of
   the forward pass;
-- `casting.active_context`: higher-order operators do not see its dispatch key; before
-  torch 2.13, setting the grad mode clears torch's cache of casts;
+- `casting.active_context`: higher-order operators do not see its dispatch key; in-place
+  methods of `nn.Parameter` clear torch's cache of casts, and before torch 2.13 setting
+  the grad mode does;
 - `diagnostics.step_numerics`: while `hs.diagnose` runs, it gets the loss passed to
   `torch.autograd.backward`;
 - `diagnostics.step_calls`: meanwhile, the calls of every GradScaler class and of
@@ -67,6 +68,28 @@ class AttributePatch:
     replacement: Any = None
 
 
+class InheritedMethods:
+    """Methods of a class that it inherits, wrapped, as patches for `SharedPatches`."""
+
+    def __init__(self, owner: type, wrap: Callable[[Any], Any], *names: str) -> None:
+        self._owner = owner
+        self._wrappers = {name: wrap(getattr(owner, name)) for name in names}
+
+    def apply(self) -> None:
+        """Wrap them, but those that other code has put into the class itself."""
+        owner, own = self._owner, vars(self._owner)
+        for name, wrapper in self._wrappers.items():
+            if name not in own:
+                setattr(owner, name, wrapper)
+
+    def undo(self) -> None:
+        """Inherit them again."""
+        owner, own = self._owner, vars(self._owner)
+        for name, wrapper in self._wrappers.items():
+            if own.get(name) is wrapper:
+                delattr(owner, name)
+
+
 class SharedPatches:
     """Patches that are applied while they have at least one user.
 
@@ -74,13 +97,13 @@ class SharedPatches:
     applied, or undone, is left alone.
 
     Args:
-        changes: Each is an `AttributePatch`, or patches of which these are a user.
+        changes: Patches, or `SharedPatches` of which these are a user.
         users: The users, where the caller adds and removes them and calls `update`.
     """
 
     def __init__(
         self,
-        *changes: AttributePatch | SharedPatches,
+        *changes: AttributePatch | InheritedMethods | SharedPatches,
         users: dict[Any, None] | None = None,
     ) -> None:
         self._changes = changes
@@ -91,7 +114,7 @@ class SharedPatches:
         # Reentrant: garbage collection during `update` may release a user.
         self._lock = threading.RLock()
 
-    def add(self, *changes: AttributePatch | SharedPatches) -> None:
+    def add(self, *changes: AttributePatch) -> None:
         """Add patches, before the first user."""
         self._changes += changes
 
@@ -127,6 +150,9 @@ class SharedPatches:
         for change in self._changes[:: 1 if apply else -1]:
             if isinstance(change, SharedPatches):
                 change.acquire(self) if apply else change.release(self)
+                continue
+            if isinstance(change, InheritedMethods):
+                change.apply() if apply else change.undo()
                 continue
             current = vars(change.owner).get(change.name)
             if apply and current is not change.replacement:

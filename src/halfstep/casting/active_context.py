@@ -32,9 +32,10 @@ from torch._C import DispatchKey
 from torch.amp.autocast_mode import autocast as torch_autocast
 from torch.autograd import grad_mode
 from torch.library import Library, fallthrough_kernel
+from torch.nn import Parameter
 
 from halfstep._torch import optimizer_hooks
-from halfstep._torch.patches import AttributePatch, SharedPatches
+from halfstep._torch.patches import AttributePatch, InheritedMethods, SharedPatches
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError
 from halfstep.policy import op_tables
@@ -153,10 +154,11 @@ def _without_key(original: Callable[..., Any]) -> Callable[..., Any]:
 # torch's cache of casts
 #
 # It is keyed by the weight alone, so that it returns the value from before a change,
-# and the dtype of the enclosing context. Optimizers change weights, so the cache is
-# cleared after a step of theirs, and where the dtype changes. As in torch, a weight
-# that the program itself writes to in the middle of a context keeps its old cast there;
-# a `CastCache` compares version counters.
+# and the dtype of the enclosing context. So it is cleared where the dtype changes, and
+# after what usually writes to weights: a step of an optimizer, and in-place methods
+# of parameters. Not after `no_grad`: helpers of a forward pass only read there.
+# Other writes, such as those through `weight.data` or `torch._foreach_mul_`, are not
+# noticed, as in torch; a `CastCache` compares version counters.
 
 _open: dict[Entry, None] = {}
 """The entries of all threads, in the order of opening."""
@@ -189,6 +191,24 @@ def in_context() -> bool:
     return any(entry.dtype for entry in _thread_state().innermost.values())
 
 
+def _clearing_after_write(write: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(write)
+    def write_and_clear(*args: Any, **kwargs: Any) -> object:  # noqa: ANN401
+        result = write(*args, **kwargs)
+        _clear_torch_cache()
+        return result
+
+    return write_and_clear
+
+
+_WRITES = (
+    *("add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_", "lerp_", "clamp_"),
+    *("normal_", "uniform_", "__iadd__", "__isub__", "__imul__", "__setitem__"),
+)
+"""In-place methods by which programs write to weights. Each more costs every context
+half a microsecond, so rare ones are left out."""
+
+
 def _clearing(run: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(run)
     def run_and_clear(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -213,6 +233,10 @@ patches = SharedPatches(
     users=_open,
 )
 """Applied while any thread has a context; `recompute` adds its own."""
+_write_patches = SharedPatches(
+    InheritedMethods(Parameter, _clearing_after_write, *_WRITES)
+)
+"""Applied while torch's cache serves any context."""
 if _CACHES_WITHOUT_GRAD:
     patches.add(
         AttributePatch(grad_mode.no_grad, "__exit__", _clearing),
@@ -404,6 +428,7 @@ def push(
     compile_policy: Policy | None = None,
     *,
     torch_context: torch_autocast | None = None,
+    uses_torch_cache: bool = False,
     owner: object = None,
     then: Iterable[Callable[[], object]] = (),
 ) -> Entry:
@@ -414,6 +439,7 @@ def push(
         context: None: no policy.
         compile_policy: The policy for which torch.compile compiles. None: as before.
         torch_context: Sets torch's autocast state. None: it stays.
+        uses_torch_cache: Whether torch's cache serves casts of weights.
         owner: What `entry_of` finds the entry by.
         then: Called once by `pop`, in this thread. If the thread has ended, they are
             not called.
@@ -457,6 +483,8 @@ def push(
         state.stack.append(entry)
         _update_innermost(state)
         patches.update()
+        if uses_torch_cache:
+            _write_patches.acquire(entry)
     except BaseException:
         for _ in range(nesting() - depth):
             _decrement_nesting()
@@ -512,9 +540,7 @@ def pop(entry: Entry | None) -> None:
             entry.is_closed = True
             state.popped_elsewhere.append(entry)
         if not state.thread.is_alive():
-            _open.pop(entry, None)
-            patches.update()
-            entry.is_restored = True
+            _leave_patches(entry)
         return
     entry.is_closed = True
     if entry.owner is not None:
@@ -528,6 +554,11 @@ def pop(entry: Entry | None) -> None:
         state.stack.remove(entry)
     _update_innermost(state)
     _end_casts(entry, state.innermost.get(entry.device))
+    _leave_patches(entry)
+
+
+def _leave_patches(entry: Entry) -> None:
+    _write_patches.release(entry)
     _open.pop(entry, None)
     patches.update()
     entry.is_restored = True

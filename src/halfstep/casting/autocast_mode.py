@@ -160,7 +160,12 @@ class Autocast(_Exit, torch_autocast):
         if self.policy is not None:
             context = None
         active_context.push(
-            self.device, context, policy, torch_context=self, owner=self
+            self.device,
+            context,
+            policy,
+            torch_context=self,
+            uses_torch_cache=self._enabled,
+            owner=self,
         )
         return self
 
@@ -290,6 +295,7 @@ class PolicyAutocast(_Exit):
             context,
             policy,
             torch_context=self._torch_context,
+            uses_torch_cache=self._user_cache is None,
             owner=self,
             then=() if recorder is None else (recorder.stop,),
         )
