@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from halfstep._torch.optimizer_params import named_parameters as optimizer_parameters
 from halfstep._torch.optimizer_params import params_of, unnamed
 from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import ddp
@@ -728,7 +729,15 @@ class Session:
         return list(filter(_IS_SET, map(_GRAD, params)))
 
     def _name(self, param: Tensor) -> str:
-        return self._names.get(id(self._masters.model_param(param))) or unnamed(param)
+        weight = self._masters.model_param(param)
+        if id(weight) in self._names:
+            return self._names[id(weight)]
+        # It was added after `prepare`, or belongs to no module of the model.
+        named = chain(
+            self._unwrapped.named_parameters(), optimizer_parameters(self.optimizer)
+        )
+        names = (name for name, p in named if self._masters.model_param(p) is weight)
+        return next(names, unnamed(param))
 
     @property
     def accumulate(self) -> int:
