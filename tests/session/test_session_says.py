@@ -74,6 +74,39 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model[0].weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("level", "width", "rows", "is_small"),
+    [
+        ("auto", 64, 8, True),
+        ("auto", 64, 65536, False),  # 9.7 ms of matmuls, half of them saved
+        ("auto", 512, 8, False),  # an update of 262,144 weights
+        ("O2", 64, 8, False),
+    ],
+)
+def test_a_model_too_small_to_gain(
+    level: str, width: int, rows: int, is_small: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: where the machine chose 16 bits, and the model cannot gain, it is said once.
+
+    The tests' rates are 1 TFLOP/s in fp32, 2 in bf16.
+    """
+    embed = nn.Embedding(9, width)
+    layers = nn.Linear(width, width), nn.Conv1d(1, 4, 3), nn.Linear(width - 2, 1)
+    model = nn.Sequential(embed, *layers)
+    session = hs.prepare(model, optimizer_of(model), level)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            with session.autocast():
+                batch = torch.zeros(rows, 1, dtype=torch.int64)
+                loss = session.model(batch).float().mean()
+            session.backward(loss)
+            session.step()
+    said = [each for each in caplog.messages if "level='auto' chose O2 bf16" in each]
+    assert len(said) == is_small
+    # (64 * 64 + 4 * 3 * 62 + 4 * 62) * 8 multiply-adds; three passes of two operations.
+    assert all("take only 0.244 us of a step in fp32" in each for each in said)
+
+
 def test_emulation_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a format that this machine is slow in is warned of, once."""
     monkeypatch.setattr(hardware, "emulation_warning", lambda *_: "slow here")
