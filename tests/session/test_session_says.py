@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from session_cases import build, network, spoil
+from session_cases import build, network
 from torch import nn
 
 import halfstep as hs
@@ -37,14 +37,31 @@ def test_complex_gradients_have_a_norm() -> None:
     assert session.step().grad_norm == 5.0
 
 
-def test_names() -> None:
-    """Law: reports use the names given; a parameter without one goes by its shape."""
-    model = network()
-    names = [("w", next(model.parameters()))]
-    made = optimizer_of(model)
-    session = hs.prepare(model, made, "O2", dtype="bf16", named_parameters=names)
-    spoil(session, "0.weight", "3.bias")
-    assert go(session).found_inf_in == ("w", "a parameter of shape (3,)")
+@pytest.mark.parametrize("named", [True, False])
+def test_names(named: bool) -> None:
+    """Law: reports use the names given, then the model's, then the optimizer's.
+
+    A parameter that the model got after `prepare` is named, too. One that no module
+    has goes by the optimizer's name for it, or by its place there.
+    """
+    model, outside = network(), nn.Linear(2, 3)
+    options = {"named_parameters": [("w", model[0].weight)]} if named else {}
+    params = [*model.named_parameters(), *outside.named_parameters(prefix="teacher")]
+    if not named:
+        params = [param for _, param in params]
+    made = torch.optim.SGD(params, 0.05)
+    session = hs.prepare(model, made, "O2", dtype="bf16", **options)
+    model.append(nn.Linear(3, 1).bfloat16())
+    late = model[-1].bias
+    made.add_param_group({"params": [("late", late) if named else late]})
+    weights = model[0].weight, model[3].bias, outside.weight, late
+    with session.autocast():
+        loss = sum((weight.float() * math.inf).sum() for weight in weights)
+    session.backward(loss)
+    names = ("w", "teacher.weight") if named else ("0.weight", "group 0 parameter")
+    first, second, third, last = session.step().found_inf_in
+    assert (first, second, last) == (names[0], "3.bias", f"{len(model) - 1}.bias")
+    assert third.startswith(names[1])
 
 
 def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +72,39 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     session = hs.prepare(model, optimizer_of(model))
     assert (str(session.choice), session.choice.reason) == ("O2 bf16", "measured")
     assert model[0].weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("level", "width", "rows", "is_small"),
+    [
+        ("auto", 64, 8, True),
+        ("auto", 64, 65536, False),  # 9.7 ms of matmuls, half of them saved
+        ("auto", 512, 8, False),  # an update of 262,144 weights
+        ("O2", 64, 8, False),
+    ],
+)
+def test_a_model_too_small_to_gain(
+    level: str, width: int, rows: int, is_small: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: where the machine chose 16 bits, and the model cannot gain, it is said once.
+
+    The tests' rates are 1 TFLOP/s in fp32, 2 in bf16.
+    """
+    embed = nn.Embedding(9, width)
+    layers = nn.Linear(width, width), nn.Conv1d(1, 4, 3), nn.Linear(width - 2, 1)
+    model = nn.Sequential(embed, *layers)
+    session = hs.prepare(model, optimizer_of(model), level)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            with session.autocast():
+                batch = torch.zeros(rows, 1, dtype=torch.int64)
+                loss = session.model(batch).float().mean()
+            session.backward(loss)
+            session.step()
+    said = [each for each in caplog.messages if "level='auto' chose O2 bf16" in each]
+    assert len(said) == is_small
+    # (64 * 64 + 4 * 3 * 62 + 4 * 62) * 8 multiply-adds; three passes of two operations.
+    assert all("take only 0.244 us of a step in fp32" in each for each in said)
 
 
 def test_emulation_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def update(
     *,
     inverse: Tensor,
     clock: tuple[int, int],
-    counters: Sequence[Tensor] = (),
+    counters: list[Tensor] | tuple[()] = (),
     kernels: Kernels | None = None,
 ) -> None:
     """Update parameters on the CPU in place: see `fused_step.Kernel`.

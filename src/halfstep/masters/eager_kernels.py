@@ -45,7 +45,7 @@ def update(
     *,
     inverse: Tensor,
     clock: tuple[int, int],
-    counters: Sequence[Tensor] = (),
+    counters: list[Tensor] | tuple[()] = (),
 ) -> None:
     """Update parameters of one device in place: see `fused_step.Kernel`."""
     if counters:

@@ -7,6 +7,7 @@ the weights and returns a report: see `Session._update_weights`.
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from halfstep._torch.optimizer_params import named_parameters as optimizer_parameters
 from halfstep._torch.optimizer_params import params_of, unnamed
 from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import ddp
 from halfstep.errors import require_type, warn_caller
-from halfstep.machine.recommendation import float64_warning
+from halfstep.machine import recommendation
 from halfstep.masters.optimizer_in_backward import OptimizerInBackward, check_norm
 from halfstep.masters.rounding_loss import RoundingLossCounter
 from halfstep.numerics.norms import total_norm
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     _AroundUpdate = Callable[[StepReport], contextlib.AbstractContextManager[object]]
 
 
+_logger = logging.getLogger(__name__)
 _GRAD, _WEIGHT, _VERSION = map(attrgetter, ("grad", "weight", "_version"))
 _IS_SET = partial(is_not, None)
 
@@ -265,12 +268,16 @@ class Session(Report):
         window.is_partial = False
 
     def _check_first_loss(self, loss: Tensor) -> None:
-        """Detect a scaled loss, and warn of a forward pass without autocast."""
+        """Detect a scaled loss, no autocast context, and a model too small to gain."""
         model_hooks.check_not_scaled(loss)
         self._awaits_first_loss = False
         if self._contexts.is_missing:
             low = self.choice.level.low_weights
             warn_caller(misuse.no_autocast(f"{self.choice}", low_weights=low))
+        params = [*self._unwrapped.parameters()]
+        note = recommendation.small_model_note(self.choice, params, loss)
+        if note:
+            _logger.warning(note)
 
     def _end_failed_call(self, error: BaseException) -> None:
         """Leave no part of a window behind a call of `backward` or `step` that raised.
@@ -734,7 +741,15 @@ class Session(Report):
         return list(filter(_IS_SET, map(_GRAD, params)))
 
     def _name(self, param: Tensor) -> str:
-        return self._names.get(id(self._masters.model_param(param))) or unnamed(param)
+        weight = self._masters.model_param(param)
+        if id(weight) in self._names:
+            return self._names[id(weight)]
+        # It was added after `prepare`, or belongs to no module of the model.
+        named = chain(
+            self._unwrapped.named_parameters(), optimizer_parameters(self.optimizer)
+        )
+        names = (name for name, p in named if self._masters.model_param(p) is weight)
+        return next(names, unnamed(param))
 
     @property
     def accumulate(self) -> int:
@@ -797,7 +812,9 @@ class Session(Report):
         rule = self.scaler.rule
         moves = "dynamic" if rule.backoff_factor < 1 else "fixed"
         dtypes = {param.dtype for param in self._unwrapped.parameters()}
-        reason = float64_warning(self.choice, dtypes) or self.choice.reason
+        reason = (
+            recommendation.float64_warning(self.choice, dtypes) or self.choice.reason
+        )
         return (
             f"level {self.choice}: {reason}",
             f"policy: {self.policy}",
