@@ -247,6 +247,20 @@ def test_a_registered_operator_keeps_its_backward_pass() -> None:
     assert (grad - wanted).abs().max() <= 2.0**-5 * wanted.abs().max()
 
 
+def large_rows(model: nn.Module, x: Tensor) -> Tensor:
+    return model.b(torch.vmap(lambda row: 1e-5 * (1e5 * model.a(row)))(x))
+
+
+@pytest.mark.parametrize("body", [with_vmap, large_rows])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_vmap_is_planned(body: Step, dtype: str) -> None:
+    """Law: code under `torch.vmap` is planned, and its ranges are measured for fp16."""
+    model, x, expected = case(body)
+    found = after_a_pass(model, planned(model, x, dtype=dtype), x)
+    grad, wanted = found["a.weight"], expected["a.weight"]
+    assert (grad - wanted).abs().max() <= 2.0**-5 * wanted.abs().max()
+
+
 def one_step(fp32: nn.Module) -> None:
     optimizer = torch.optim.SGD(fp32.parameters(), 0.1)
     fp32(torch.randn(16, 8)).square().sum().backward()

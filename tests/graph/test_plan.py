@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.graph import Plan, load_plan
@@ -516,3 +517,60 @@ def test_files_that_are_not_there(saved_gated: Any, tmp_path: Path) -> None:
         load_plan(tmp_path / "none.toml", model, inputs)
     with pytest.raises(hs.UserError, match="cannot be written"):
         plan.save(tmp_path / "none" / "plan.toml")
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "LayerNorm": (lambda: nn.LayerNorm(8), (6, 8)),
+    "no bias": (lambda: nn.LayerNorm(8, bias=False), (6, 8)),
+    "RMSNorm": (lambda: nn.RMSNorm(8), (6, 8)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 8), (4, 8, 3, 8)),
+    "no weights": (lambda: nn.GroupNorm(2, 8, affine=False), (4, 8, 3, 8)),
+    "BatchNorm": (lambda: nn.BatchNorm2d(8), (4, 8, 3, 8)),
+    "no affine": (lambda: nn.BatchNorm2d(8, affine=False), (4, 8, 3, 8)),
+    "InstanceNorm": (
+        lambda: nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+        (4, 8, 3, 8),
+    ),
+}
+OP_RULES = " + ".join(f"op:{n}_norm=low" for n in ("layer", "group", "batch"))
+
+
+class Norms(TorchDispatchMode):
+    """Notes the dtypes of what each norm takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[tuple[str, list[torch.dtype]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, _types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name
+        if "norm" in name or "rsqrt" in name:
+            dtypes = [arg.dtype for arg in args if isinstance(arg, Tensor)]
+            self.dtypes.append((name, dtypes))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:policy rule", "ignore:Mismatch dtype between")
+@pytest.mark.parametrize("base", ["lean", "torch", f"lean + {OP_RULES}"])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_are_cast_as_in_eager_autocast(name: str, base: str) -> None:
+    """Law: plan and context cast the same arguments of a norm; its statistics learn."""
+    torch.manual_seed(0)
+    norm, shape = NORMS[name]
+    model, x = (
+        nn.Sequential(nn.Linear(8, 8), norm(), nn.Linear(8, 8)),
+        torch.ones(shape),
+    )
+    twin = copy.deepcopy(model)
+    rewritten = hs.rewrite(twin, hs.plan(twin, [x], policy=base, method="painting"))
+    with Norms() as planned:
+        rewritten(x)
+    with hs.autocast("cpu", LOW, policy=base), Norms() as eager:
+        model(x)
+    assert eager.dtypes == planned.dtypes
+    for buffer, other in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other)
+        is_count = not buffer.is_floating_point()  # instance norms do not count
+        assert is_count or buffer.count_nonzero() == buffer.numel()

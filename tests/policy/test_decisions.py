@@ -87,7 +87,16 @@ def eligible(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype in CASTABLE
 
 
-def by_hand(name: str, call: Any, found: Decision) -> Any:
+def kept(name: str, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return which arguments stay fp32 beside 16-bit data."""
+    indices = op_tables.fp32_arguments(name, "cpu")
+    weight, *bias = [arguments[i] for i in indices[:2] if i < len(arguments)] or [None]
+    is_fp32 = weight is not None and weight.dtype == FP32
+    is_fp32 = is_fp32 and all(b is None or b.dtype == FP32 for b in bias)
+    return indices if is_fp32 else indices[2:]
+
+
+def by_hand(name: str, call: Any, found: Decision, low: torch.dtype) -> Any:
     """Run an operation without autocast, on operands cast as was decided."""
     run, arguments, words = call
     if found.category == op_tables.FP32_RESULT:
@@ -100,6 +109,8 @@ def by_hand(name: str, call: Any, found: Decision) -> Any:
     cast = _pytree.tree_map(
         lambda v: v.to(found.dtype) if found.dtype and eligible(v) else v, arguments
     )
+    stay = kept(name, arguments) if found.dtype == low else ()
+    cast = [arguments[i] if i in stay else v for i, v in enumerate(cast)]
     return run(*cast, **words)
 
 
@@ -141,7 +152,7 @@ def agree(name: str, call: Any, policy: Policy, low: torch.dtype) -> bool:
     if policy.base == "torch" and "at::autocast::prioritize" in str(seen)[:99]:
         # torch refuses to promote the other 16-bit format.
         return (found.category, found.dtype) == (op_tables.PROMOTE, FP32)
-    return same(seen, outcome(lambda: by_hand(kind, call, found)))
+    return same(seen, outcome(lambda: by_hand(kind, call, found, low)))
 
 
 @pytest.fixture(autouse=True)

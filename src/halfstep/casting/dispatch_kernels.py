@@ -34,7 +34,7 @@ from halfstep.policy.decision import cast_to
 from halfstep.policy.rules import KEEP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from halfstep.casting.active_context import CastContext, OpCast
     from halfstep.casting.weight_cache import CastCache
@@ -55,10 +55,6 @@ _WITH_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 """Reduction without a dtype argument -> (the overload that has one, values of its last
 arguments, which have no defaults there)."""
-
-_WIDE_WEIGHTS = {("cpu", "layer_norm"), ("cpu", "native_layer_norm")}
-"""(device, operation) whose kernels accept 16-bit data with fp32 weights (arguments 3
-and 4). Casting the weights would cost time and digits of the result."""
 
 _lock = threading.Lock()
 _installed: dict[str, Library] = {}
@@ -221,7 +217,7 @@ def make_cast_and_call(device: str, name: str, op: torch._ops.OpOverload) -> Cal
     fp32_op = overload_of(fp32_name)
     num_args = len(fp32_op._schema.arguments) - 1 if extra_args else 0  # noqa: SLF001
     is_on_device: IsOnDevice = attrgetter(f"is_{device}")
-    has_wide_weights = (device, name) in _WIDE_WEIGHTS
+    fp32_args = op_tables.fp32_arguments(name, device)
     call = op._op  # noqa: SLF001 -- spares a call
 
     def run(
@@ -234,7 +230,7 @@ def make_cast_and_call(device: str, name: str, op: torch._ops.OpOverload) -> Cal
         with torch._C._ExcludeDispatchKeyGuard(excluded):  # noqa: SLF001
             # Fast path: after a large matmul, little of this code is in CPU caches.
             is_plain_low = op_cast.category == op_tables.LOW and not (
-                has_wide_weights or kwargs
+                fp32_args or kwargs
             )
             if is_plain_low or op_cast.category == KEEP:
                 low_dtype = torch.get_autocast_dtype(device)
@@ -263,17 +259,10 @@ def make_cast_and_call(device: str, name: str, op: torch._ops.OpOverload) -> Cal
             if dtype is None:
                 return op(*args, **kwargs)
             cache = context.cache if dtype is low_dtype else None
-            keeps_weights = (
-                has_wide_weights
-                and op_cast.rule_index is None
-                and dtype is low_dtype
-                and _are_fp32(args[2:4])
-            )
-            data_args = args[:2] if keeps_weights else args
-            cast_args = (
-                *_cast(data_args, dtype, is_on_device, cache),
-                *args[len(data_args) :],
-            )
+            if fp32_args and dtype is low_dtype:
+                cast_args = _cast_data(args, dtype, is_on_device, cache, fp32_args)
+            else:
+                cast_args = _cast(args, dtype, is_on_device, cache)
             if not kwargs:
                 return op(*cast_args)
             cast_kwargs = _cast(kwargs.values(), dtype, is_on_device, cache)
@@ -292,14 +281,30 @@ IsOnDevice: TypeAlias = "Callable[[Tensor], bool]"
 """Returns whether a tensor is on the device."""
 
 
-def _are_fp32(weights: Sequence[Tensor | None]) -> bool:
-    """Return whether the weight, and the bias if there is one, are fp32.
+def _cast_data(
+    args: tuple[Any, ...],
+    dtype: torch.dtype,
+    is_on_device: IsOnDevice,
+    cache: CastCache | None,
+    fp32_args: tuple[int, ...],
+) -> list[Any]:
+    """Return arguments cast to 16 bits, but for those of `op_tables.fp32_arguments`.
 
-    False for a bias without a weight: torch's kernel expects it in the data's dtype.
+    A bias without a weight is cast: torch's kernel expects it in the data's dtype. So
+    are weights of which not all are fp32. Running statistics, which come after weight
+    and bias, are never cast, since an update of the cast would be lost.
     """
-    if not weights or weights[0] is None:
-        return False
-    return all(w is None or w.dtype is torch.float32 for w in weights)
+    weights = [args[index] for index in fp32_args[:2] if index < len(args)]
+    is_fp32 = [w is None or w.dtype is torch.float32 for w in weights]
+    keeps_weights = weights and weights[0] is not None and all(is_fp32)
+    operands: list[Any] = [*args]
+    keep = [i for i in fp32_args[0 if keeps_weights else 2 :] if i < len(args)]
+    for index in keep:
+        operands[index] = None
+    operands = _cast(operands, dtype, is_on_device, cache)
+    for index in keep:
+        operands[index] = args[index]
+    return operands
 
 
 def _is_eligible(value: object, is_on_device: IsOnDevice) -> bool:

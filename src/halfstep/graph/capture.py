@@ -60,20 +60,8 @@ _CLEAR_OPS = """
 CLEAR_OPS = frozenset(_CLEAR_OPS.split())
 """Aten operations that pass values on unchanged, select them, or move them."""
 
-FP32_ARGUMENTS = {
-    "batch_norm": (1, 2, 3, 4),
-    "native_batch_norm": (1, 2, 3, 4),
-    "instance_norm": (1, 2, 3, 4),
-    "layer_norm": (2, 3),
-    "group_norm": (2, 3),
-}
-"""Operation -> indices of arguments that stay fp32 with a 16-bit input: weights and
-statistics of norms."""
-_FP32_ONLY_ON_CPU = {"layer_norm", "group_norm"}
-"""On CUDA their kernels require all arguments in one dtype."""
-
 _BOUNDED_OPS = {
-    *FP32_ARGUMENTS,
+    *("batch_norm", "native_batch_norm", "instance_norm", "layer_norm", "group_norm"),
     *("linear", "conv1d", "conv2d", "conv3d", "convolution"),
     *("softmax", "_softmax", "_safe_softmax", "cos", "sigmoid", "sin", "tanh"),
     *("native_layer_norm", "rms_norm", "scaled_dot_product_attention"),
@@ -667,17 +655,9 @@ def op_name(node: fx.Node) -> str:
     return f"{name}.{schema.overload_name}" if schema.overload_name else name
 
 
-def fp32_arguments(node: fx.Node, device: str) -> tuple[int, ...]:
-    """Return the indices of arguments that stay fp32 if the node runs in 16 bits."""
-    op = op_name(node).partition(".")[0]
-    if op in _FP32_ONLY_ON_CPU and device != "cpu":
-        return ()
-    return FP32_ARGUMENTS.get(op, ())
-
-
 def castable_inputs(node: fx.Node, device: str) -> list[fx.Node]:
     """Return the inputs of a node that are cast to the node's own format."""
-    keep = fp32_arguments(node, device)
+    keep = op_tables.fp32_arguments(op_name(node), device)
     fp32_inputs = [node.args[index] for index in keep if index < len(node.args)]
     arguments = [a for i, a in enumerate(node.args) if i not in keep]
     inputs: list[fx.Node] = []

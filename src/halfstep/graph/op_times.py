@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.graph import capture
 from halfstep.machine import gemm, hardware, rate_cache
+from halfstep.policy import op_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -84,7 +85,8 @@ class OpTimes:
         if not capture.has_static_shapes([node, *node.all_input_nodes]):
             return 0
         dtype = self.low if low else torch.float32
-        keep = capture.fp32_arguments(node, self.device.type) if low else ()
+        op, device = capture.op_name(node), self.device.type
+        keep = op_tables.fp32_arguments(op, device) if low else ()
         specs = pytree.tree_map(self._spec, (node.args, node.kwargs))
         key = f"{node.target} {specs!r} {dtype}"
         if key not in self._times:

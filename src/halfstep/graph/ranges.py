@@ -59,6 +59,9 @@ class _Recorder(fx.Interpreter):
 
 
 def _raise_to(maxima: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
+        # Inside `torch.vmap`, where a maximum would be one of each row.
+        tensor = torch._C._functorch.get_unwrapped(tensor)  # noqa: SLF001
     # inf is ignored: in a mask fp16 can hold it, and an fp32 overflow leads to NaN.
     magnitude = tensor.detach().abs()
     largest = magnitude.masked_fill(magnitude == torch.inf, 0.0).amax()

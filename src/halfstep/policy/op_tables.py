@@ -305,6 +305,36 @@ NORMALISATION = ("_NormBase", "LayerNorm", "RMSNorm", "GroupNorm")
 """Endings of class names (of a module or its bases) whose parameters stay fp32 at
 levels with `fp32_norms`. `_NormBase` is the base of batch and instance norms."""
 
+_FP32_ARGUMENTS = {
+    **dict.fromkeys(("layer_norm", "native_layer_norm", "group_norm"), (2, 3)),
+    "native_group_norm": (1, 2),
+    **dict.fromkeys(("batch_norm", "native_batch_norm", "instance_norm"), (1, 2, 3, 4)),
+    **dict.fromkeys(("_batch_norm_impl_index", "cudnn_batch_norm"), (1, 2, 3, 4)),
+    "_native_batch_norm_legit": (1, 2, 3, 4),
+}
+"""Operation -> indices of weight, bias and running statistics."""
+_ONE_DTYPE_ON_ACCELERATORS = {
+    *("layer_norm", "native_layer_norm", "group_norm", "native_group_norm")
+}
+
+
+def fp32_arguments(op: str, device: str) -> tuple[int, ...]:
+    """Return the indices of arguments that stay fp32 where an operation is cast to low.
+
+    Its kernel takes 16-bit data with fp32 weights; to cast them would cost time and
+    digits of the result, and updates of running statistics would be lost. Weight and
+    bias come first.
+
+    Example:
+        >>> fp32_arguments("layer_norm", "cpu"), fp32_arguments("layer_norm", "cuda")
+        ((2, 3), ())
+    """
+    op = op.partition(".")[0]
+    if op in _ONE_DTYPE_ON_ACCELERATORS and device != "cpu":
+        return ()
+    return _FP32_ARGUMENTS.get(op, ())
+
+
 OPERATION_OF = {
     "Linear": "linear",
     "Conv1d": "conv1d",
