@@ -116,6 +116,25 @@ def test_a_point_between_gaps_is_marked() -> None:
     assert not re.findall(mark, chart(1.0, 2.0).svg())
 
 
+def test_ticks_are_where_values_can_be() -> None:
+    """Law: no tick is between two steps; of one step or one value, it is the tick.
+
+    The numbers of values that hardly differ are whole numbers, not offsets.
+    """
+
+    def ticks(x: list[float], y: list[float], *, log_y: bool = False) -> list[str]:
+        curve = Curve("", tuple(x), tuple(y))
+        return words(Chart("t", "", "", (curve,), log_y=log_y).svg())
+
+    assert ticks([6.0], [0.75]) == ["6", "0.75"]
+    assert ticks([6.0], [0.75], log_y=True) == ["6", "0.75"]
+    assert ticks([0.5], [65536.0] * 1) == ["0.5", "65536"]
+    assert ticks([1.0, 2.0, 3.0], [5e-4] * 3) == ["1", "2", "3", "0.0005"]
+    near = ticks([1.0, 2.0], [0.700001, 0.700002])
+    assert near[:2] == ["1", "2"]
+    assert all(0.7 < float(tick) < 0.70001 for tick in near[2:])
+
+
 def test_steps_hold_a_value_until_the_next() -> None:
     """Law: a step goes along, then up; a line goes straight."""
     (line,) = strokes(chart(1.0, 2.0).svg())

@@ -200,11 +200,14 @@ class Chart:
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter("{x:g}")
                 axes.yaxis.set_minor_formatter(_plain_log_formatter())
+            else:
+                axes.ticklabel_format(useOffset=False)
             lowest = 1 / _LARGEST if self.log_y else -_LARGEST
             drawstyle = "steps-post" if self.step else "default"
-            lines = []
+            lines, values = [], set[float]()
             for curve, colour in zip(self.curves, cycle(_COLOURS), strict=False):
                 x, y = thinned(curve, lowest)
+                values.update(value for value in y if not math.isnan(value))
                 if curve.mean_over > 1:
                     axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.8)
                     x, y = thinned(replace(curve, y=_centered_mean(curve)), lowest)
@@ -217,6 +220,13 @@ class Chart:
                 axes.plot(
                     [x[i] for i in isolated], [y[i] for i in isolated], ".", c=colour
                 )
+            places = {float(x) for curve in self.curves for x in curve.x}
+            if all(map(float.is_integer, places)):  # no ticks between steps
+                axes.xaxis.get_major_locator().set_params(integer=True)
+            for axis, ticks in ((axes.xaxis, places), (axes.yaxis, values)):
+                if len(ticks) == 1:  # ticks beside it would tell nothing
+                    axis.set_ticks([*ticks], [f"{tick:g}" for tick in ticks])
+                    axis.set_ticks([], minor=True)
             if any(names):
                 axes.figure.legend(
                     lines, names, loc="outside upper left", frameon=False, ncols=across
