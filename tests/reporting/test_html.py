@@ -179,7 +179,6 @@ def test_any_histograms_can_be_drawn(
     histograms: list[dict[int, int]], name: str
 ) -> None:
     """Law: whatever was counted, the picture is whole, with its borders' labels."""
-    name = "".join(c for c in name if c.isprintable())
     rows = tuple((name, each) for each in histograms)
     drawn = Heatmap(name, rows, ((-25, "zero"), (16, "inf"))).svg()
     ET.fromstring(drawn)  # noqa: S314
@@ -274,19 +273,28 @@ def test_charts_of_a_page_share_no_id(html: str) -> None:
     assert set(re.findall(r'(?:url\(|href=")#(\w+)', html)) == set(ids)
 
 
-def test_page_shows_markup_as_text() -> None:
-    """Law: no argument can add an element."""
-    mark = "<script>\"'&"
+@pytest.mark.parametrize(
+    ("mark", "shown"),
+    [
+        ("<script>\"'&", "<script>\"'&"),
+        ("a\n\t\x1b[31m\u202e\0\ud800b", r"a\n\t\x1b[31m\u202e\x00\ud800b"),
+    ],
+)
+def test_page_shows_markup_as_text(mark: str, shown: str) -> None:
+    """Law: no argument can add an element, a line break or a control character."""
     table = Table(mark, (mark,), ((mark,),), (mark,))
     drawn = Chart(mark, mark, mark, (Curve(mark, (0.0, 1.0), (0.0, 1.0)),))
     heat = ConfusionMatrix(Table(mark, (mark, "a"), ((mark, 1),), (mark,)), mark)
     bar = Bar(((mark, 1.0),))
-    parts = Section(mark, mark, (mark,), (bar,), (table,), (heat,), (drawn,))
+    card = Card("note", mark, ((mark, mark),))
+    parts = Section(
+        *(mark, mark, (mark,), (bar,), (table,), (heat,), (drawn,)), cards=(card,)
+    )
     html = page(mark, [parts], mark)
-    # Page 3, section 3, table 4, heat 5, chart 1 and in its drawing 3.
+    # Page 3, section 3, card 3, table 4, heat 5, chart 1 and in its drawing 3.
     texts = [text.strip() for text in parsed(html).itertext()]
-    assert texts.count(mark) == 19
-    assert texts.count(f"{mark} 100.0 %") == 1
+    assert texts.count(shown) == 22
+    assert texts.count(f"{shown} 100.0 %") == 1
 
 
 @pytest.mark.parametrize("module", ["matplotlib", "jinja2"])
