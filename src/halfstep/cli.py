@@ -121,7 +121,9 @@ def _show_warning(
 ) -> None:
     """Print a warning in one line, like the program's other messages."""
     del category, filename, lineno, line
-    words = " ".join(str(message).split())
+    from halfstep.reporting.table import printable
+
+    words = printable(" ".join(str(message).split()))
     print(f"halfstep: warning: {words}", file=file or sys.stderr)
 
 

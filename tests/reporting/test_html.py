@@ -116,6 +116,25 @@ def test_a_point_between_gaps_is_marked() -> None:
     assert not re.findall(mark, chart(1.0, 2.0).svg())
 
 
+def test_ticks_are_where_values_can_be() -> None:
+    """Law: no tick is between two steps; of one step or one value, it is the tick.
+
+    The numbers of values that hardly differ are whole numbers, not offsets.
+    """
+
+    def ticks(x: list[float], y: list[float], *, log_y: bool = False) -> list[str]:
+        curve = Curve("", tuple(x), tuple(y))
+        return words(Chart("t", "", "", (curve,), log_y=log_y).svg())
+
+    assert ticks([6.0], [0.75]) == ["6", "0.75"]
+    assert ticks([6.0], [0.75], log_y=True) == ["6", "0.75"]
+    assert ticks([0.5], [65536.0] * 1) == ["0.5", "65536"]
+    assert ticks([1.0, 2.0, 3.0], [5e-4] * 3) == ["1", "2", "3", "0.0005"]
+    near = ticks([1.0, 2.0], [0.700001, 0.700002])
+    assert near[:2] == ["1", "2"]
+    assert all(0.7 < float(tick) < 0.70001 for tick in near[2:])
+
+
 def test_steps_hold_a_value_until_the_next() -> None:
     """Law: a step goes along, then up; a line goes straight."""
     (line,) = strokes(chart(1.0, 2.0).svg())
@@ -160,7 +179,6 @@ def test_any_histograms_can_be_drawn(
     histograms: list[dict[int, int]], name: str
 ) -> None:
     """Law: whatever was counted, the picture is whole, with its borders' labels."""
-    name = "".join(c for c in name if c.isprintable())
     rows = tuple((name, each) for each in histograms)
     drawn = Heatmap(name, rows, ((-25, "zero"), (16, "inf"))).svg()
     ET.fromstring(drawn)  # noqa: S314
@@ -255,19 +273,28 @@ def test_charts_of_a_page_share_no_id(html: str) -> None:
     assert set(re.findall(r'(?:url\(|href=")#(\w+)', html)) == set(ids)
 
 
-def test_page_shows_markup_as_text() -> None:
-    """Law: no argument can add an element."""
-    mark = "<script>\"'&"
+@pytest.mark.parametrize(
+    ("mark", "shown"),
+    [
+        ("<script>\"'&", "<script>\"'&"),
+        ("a\n\t\x1b[31m\u202e\0\ud800b", r"a\n\t\x1b[31m\u202e\x00\ud800b"),
+    ],
+)
+def test_page_shows_markup_as_text(mark: str, shown: str) -> None:
+    """Law: no argument can add an element, a line break or a control character."""
     table = Table(mark, (mark,), ((mark,),), (mark,))
     drawn = Chart(mark, mark, mark, (Curve(mark, (0.0, 1.0), (0.0, 1.0)),))
     heat = ConfusionMatrix(Table(mark, (mark, "a"), ((mark, 1),), (mark,)), mark)
     bar = Bar(((mark, 1.0),))
-    parts = Section(mark, mark, (mark,), (bar,), (table,), (heat,), (drawn,))
+    card = Card("note", mark, ((mark, mark),))
+    parts = Section(
+        *(mark, mark, (mark,), (bar,), (table,), (heat,), (drawn,)), cards=(card,)
+    )
     html = page(mark, [parts], mark)
-    # Page 3, section 3, table 4, heat 5, chart 1 and in its drawing 3.
+    # Page 3, section 3, card 3, table 4, heat 5, chart 1 and in its drawing 3.
     texts = [text.strip() for text in parsed(html).itertext()]
-    assert texts.count(mark) == 19
-    assert texts.count(f"{mark} 100.0 %") == 1
+    assert texts.count(shown) == 22
+    assert texts.count(f"{shown} 100.0 %") == 1
 
 
 @pytest.mark.parametrize("module", ["matplotlib", "jinja2"])

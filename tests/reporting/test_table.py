@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.reporting.table import Cell, Table, write_text
+from halfstep.reporting.table import Cell, Table, printable, write_text
 
 TABLE = Table(
     "Runs",
@@ -81,9 +81,18 @@ def test_text_of_a_table_without_rows() -> None:
 
 
 def test_cells_cannot_tear_the_table() -> None:
-    """Law: line breaks and escape codes become blanks."""
-    table = Table("t", ("a",), (("x\ny\x1b[31m\u2028z",),))
-    assert table.text().split("\n")[3] == "x y [31m z"
+    """Law: what is no letter is shown escaped in each part; data hold it as it is.
+
+    Joiners and wide blanks belong to words.
+    """
+    hostile, shown = "x\ty\x1b[31m\u2028\u202ez\0", r"x\ty\x1b[31m\u2028\u202ez\x00"
+    table = Table(hostile, (hostile,), ((hostile,),), (hostile,))
+    title, column, _, cell, note = table.text().split("\n")
+    assert {title, column, cell, note} == {shown}
+    assert table._repr_html_().count(shown) == 4
+    assert json.loads(json.dumps(table.data()))["rows"] == [{hostile: hostile}]
+    joined = "\u0645\u06cc\u200c\u062e \U0001f468\u200d\U0001f469 \u3000\xa0"
+    assert printable(joined) == joined
 
 
 @pytest.mark.parametrize(
@@ -131,7 +140,7 @@ def test_printed_and_in_a_notebook() -> None:
         f"<table><caption>T {escaped}</caption>"
         f"<thead><tr><th {left}>name</th><th {right}>n {escaped}</th></tr></thead>"
         f"<tbody><tr><td {left}>{escaped}</td><td {right}>1</td></tr>"
-        f"<tr><td {left}>a [31m b</td><td {right}>-</td></tr></tbody></table>"
+        f"<tr><td {left}>a\\x1b[31m\\nb</td><td {right}>-</td></tr></tbody></table>"
         f"<p>{escaped}</p>"
     )
     untitled = Table("", ("x",), ())._repr_html_()

@@ -153,12 +153,14 @@ def test_confusion_is_a_heat_map() -> None:
 def test_curves() -> None:
     """Law: all that was logged over steps is drawn, but no scale that is constant.
 
-    What was never logged, or never finite, has no empty axes; where losses are drawn it
-    is said what each holds.
+    What was never logged, or finite once, has no axes; where losses are drawn it is
+    said what each holds.
     """
-    records = [step(1), step(2), evaluation(2, dev_f1=0.5, dev_mcc=0.25)]
-    assert "Loss scale" not in captions(sections(records=records)["Curves"])
-    records[1]["scale"] = 512.0
+    scores = {"dev_f1": 0.5, "dev_mcc": 0.25}
+    records = [step(1), step(2), evaluation(2, **scores)]
+    shown = captions(sections(records=records)["Curves"])
+    assert not {"Loss scale", "Scores on dev"} & {*shown}
+    records += [step(3, scale=512.0), evaluation(3, **scores)]
     found = sections(records=records)["Curves"]
     expected = ["Loss", "Scores on dev", "Learning rate", "Loss scale"]
     assert captions(found) == [*expected, "Gradient norm before clipping", "Speed"]
@@ -172,7 +174,8 @@ def test_curves() -> None:
     names = captions(sections(records=some)["Curves"])
     assert not {"Gradient norm before clipping", "Scores on dev"} & {*names}
     assert "Loss" in names
-    assert notes_of(sections(records=[{"step": 1, "lr": 1.0}])["Curves"]) == []
+    rates = [{"step": number, "lr": 1.0} for number in (1, 2)]
+    assert notes_of(sections(records=rates)["Curves"]) == []
 
 
 def test_where_the_time_went() -> None:

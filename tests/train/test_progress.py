@@ -26,7 +26,7 @@ def record(step: int, **more: Any) -> dict[str, Any]:
 
 def show(total: int, done: int = 0, *, leads: bool = True) -> None:
     shown = progress(total, done, leads=leads)
-    shown.print_line("[bold]begins[/bold]")
+    shown.print_line("[bold]begins\x1b[m")
     for step in range(done + 1, total + 1):
         shown.step(record(step))
     shown.close()
@@ -40,7 +40,7 @@ def test_plain_lines(total: int, capsys: pytest.CaptureFixture[str]) -> None:
     """
     show(total)
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "[bold]begins[/bold]"
+    assert first == r"[bold]begins\x1b[m"
     assert min(total, 20) <= len(lines) < 40
     for line in lines:
         assert re.fullmatch(rf"step \d+/{total}  {NUMBERS}  \d+ s left", line), line
@@ -85,7 +85,7 @@ def test_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     show(30)
     written = sys.stdout.getvalue()
-    assert "[bold]begins[/bold]\n" in written
+    assert "[bold]begins\\x1b[m\n" in written
     assert re.search(rf"30/30 .*{NUMBERS}", written)
     assert written.count("\n") < 5
     monkeypatch.setattr(sys, "stdout", Terminal())

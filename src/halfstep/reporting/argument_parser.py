@@ -9,6 +9,8 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from halfstep.reporting.table import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -25,7 +27,7 @@ _HANGING = 4  # extra indent of a description on a line of its own
 
 def print_error(what: object, status: int) -> int:
     """Print an error as one line; return the exit status."""
-    line = " ".join(str(what).split())
+    line = printable(" ".join(str(what).split()))
     sys.stderr.write(f"halfstep: error: {line}\n")
     return status
 

@@ -13,7 +13,7 @@ from itertools import accumulate, cycle
 from typing import TYPE_CHECKING
 
 from halfstep.errors import UserError
-from halfstep.reporting.table import Table, single_line
+from halfstep.reporting.table import Table, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +53,7 @@ h1 { font-size: 1.75rem; line-height: 1.25; margin: 0 0 .75rem; }
 .headline span { font-size: .8125rem; opacity: .7; display: block; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem; padding-top: 1.25rem;
   border-top: 1px solid #8886; }
-p { margin: 0 0 .75rem; max-width: 42rem; white-space: pre-line; }
+p { margin: 0 0 .75rem; max-width: 42rem; }
 figure { margin: 1.25rem 0 0; } figcaption { font-weight: 600; margin-bottom: .4rem; }
 .lead, .note, th { opacity: .7; }
 .note { font-size: .875rem; margin: .4rem 0 0; }
@@ -190,21 +190,24 @@ class Chart:
 
         Of more than 2,000 points the minimum and maximum of each stretch are drawn.
         """
-        names = [curve.name for curve in self.curves]
+        names = [printable(curve.name) for curve in self.curves]
         across = 3 if max(map(len, names), default=0) <= _SHORT else 1
 
         def draw(axes: Axes) -> None:
-            axes.set(xlabel=self.x_label, ylabel=self.y_label)
+            axes.set(xlabel=printable(self.x_label), ylabel=printable(self.y_label))
             axes.grid(color="#88888855")
             if self.log_y:
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter("{x:g}")
                 axes.yaxis.set_minor_formatter(_plain_log_formatter())
+            else:
+                axes.ticklabel_format(useOffset=False)
             lowest = 1 / _LARGEST if self.log_y else -_LARGEST
             drawstyle = "steps-post" if self.step else "default"
-            lines = []
+            lines, values = [], set[float]()
             for curve, colour in zip(self.curves, cycle(_COLOURS), strict=False):
                 x, y = thinned(curve, lowest)
+                values.update(value for value in y if not math.isnan(value))
                 if curve.mean_over > 1:
                     axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.8)
                     x, y = thinned(replace(curve, y=_centered_mean(curve)), lowest)
@@ -217,6 +220,13 @@ class Chart:
                 axes.plot(
                     [x[i] for i in isolated], [y[i] for i in isolated], ".", c=colour
                 )
+            places = {float(x) for curve in self.curves for x in curve.x}
+            if all(map(float.is_integer, places)):  # no ticks between steps
+                axes.xaxis.get_major_locator().set_params(integer=True)
+            for axis, ticks in ((axes.xaxis, places), (axes.yaxis, values)):
+                if len(ticks) == 1:  # ticks beside it would tell nothing
+                    axis.set_ticks([*ticks], [f"{tick:g}" for tick in ticks])
+                    axis.set_ticks([], minor=True)
             if any(names):
                 axes.figure.legend(
                     lines, names, loc="outside upper left", frameon=False, ncols=across
@@ -239,7 +249,7 @@ class Heatmap:
 
     def svg(self) -> str:
         """Return it as an SVG element, as `Chart.svg` does."""
-        names = [_shortened(name) for name, _ in self.histograms]
+        names = [_shortened(printable(name)) for name, _ in self.histograms]
         powers = [power for _, histogram in self.histograms for power in histogram]
         powers += [power for power, _ in self.borders]
         low, high = min(powers, default=0) - 1, max(powers, default=0) + 2
@@ -296,7 +306,7 @@ def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) 
     # Remove group ids, which are unused and the same in every figure.
     element = re.sub('<g id="[^"]*"', "<g", buffer.getvalue().partition("<svg ")[2])
     element = element.replace(_BLACK, "currentColor")  # follows a dark theme
-    return f'<svg role="img" aria-label="{escape(single_line(title))}" {element}'
+    return f'<svg role="img" aria-label="{escape(printable(title))}" {element}'
 
 
 def _plain_log_formatter() -> LogFormatter:
@@ -398,7 +408,7 @@ class Section:
     heading: str
     "A few words."
     text: str = ""
-    "Plain text; line breaks are kept."
+    "Plain text."
     points: tuple[str, ...] = ()
     "Items of a list."
     bars: tuple[Bar, ...] = ()
@@ -433,7 +443,14 @@ def page(
         from jinja2 import Template
     except ModuleNotFoundError as error:
         raise UserError(_NOT_INSTALLED) from error
-    document: str = Template(_PAGE, trim_blocks=True, autoescape=True).render(
+
+    def shown(value: object) -> object:
+        """Escape each text that the template shows, but the HTML made below."""
+        return printable(value) if type(value) is str else value
+
+    document: str = Template(
+        _PAGE, trim_blocks=True, autoescape=True, finalize=shown
+    ).render(
         title=title,
         sections=sections,
         lead=lead,
@@ -453,7 +470,8 @@ def _kind(number: bool, word: str) -> str:
 
 def _with_unbroken_flags(words: str) -> str:
     """Return text as HTML in which flags such as --loss-scale are not wrapped."""
-    return _FLAG.sub(r'<span class="flag">\g<0></span>', escape(words))
+    words = escape(printable(words))
+    return _FLAG.sub(r'<span class="flag">\g<0></span>', words)
 
 
 def _centered_mean(curve: Curve) -> tuple[float, ...]:

@@ -28,7 +28,11 @@ MOST_ROWS = 20
 
 _GAP = 2  # spaces between columns
 _NARROWEST = 12  # terminal columns below which wrapped text is unreadable
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+# Control characters, line breaks, what reverses the direction of text, halves of
+# characters. Joiners of emoji and of Persian letters, and wide blanks, stay.
+_CONTROL = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 class Report:
@@ -102,13 +106,13 @@ class Table:
         def row(tag: str, cells: Iterable[str]) -> str:
             tags = (
                 f'<{tag} style="text-align: {side}">'
-                f"{html.escape(single_line(cell))}</{tag}>"
+                f"{html.escape(printable(cell))}</{tag}>"
                 for side, cell in zip(sides, cells, strict=True)
             )
             return f"<tr>{''.join(tags)}</tr>"
 
         def tagged(tag: str, text: str) -> str:
-            return f"<{tag}>{html.escape(single_line(text))}</{tag}>"
+            return f"<{tag}>{html.escape(printable(text))}</{tag}>"
 
         body = "".join(row("td", cells) for cells in self.formatted_rows())
         title = tagged("caption", self.title) if self.title else ""
@@ -131,7 +135,7 @@ class Table:
         Returns:
             Lines without trailing spaces or a trailing newline.
         """
-        grid = [tuple(map(single_line, self.columns)), *self.formatted_rows()]
+        grid = [tuple(map(printable, self.columns)), *self.formatted_rows()]
         numeric, columns = self.numeric(), list(zip(*grid, strict=True))
         least = [_min_width(*each) for each in zip(columns, numeric, strict=True)]
         title = wrap(self.title, width) if self.title else []
@@ -170,7 +174,7 @@ class Table:
                 return {None: "-", True: "yes", False: "no"}[cell]
             if isinstance(cell, float):
                 return f"{cell:z.{self.digits}f}"  # z: no -0.000
-            return single_line(str(cell))
+            return printable(str(cell))
 
         return [tuple(map(word, row)) for row in self.rows]
 
@@ -220,9 +224,17 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
-def single_line(text: str) -> str:
-    """Replace line breaks and escape codes, which would break the table's layout."""
-    return _CONTROL.sub(" ", text)
+def printable(text: str) -> str:
+    r"""Return a text as people see it: what is no letter of it is escaped.
+
+    Whatever shows texts or labels of users applies this; data files hold them as they
+    are.
+
+    Example:
+        >>> print(printable("joy\n\x1b[31m"))
+        joy\n\x1b[31m
+    """
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def _width(text: str) -> int:
@@ -286,7 +298,7 @@ def _layout_row(
 
 def wrap(text: str, size: int | None) -> list[str]:
     """Wrap `text` at spaces, or anywhere in words that are too long, as in Chinese."""
-    text, lines = single_line(text).strip(), []
+    text, lines = printable(text.strip()), []
     while size is not None and _width(text) > size:
         fits = [i for i in range(2, size + 1) if _width(text[:i]) <= size] or [1]
         end = max(text.rfind(" ", 0, fits[-1] + 1), 0) or fits[-1]

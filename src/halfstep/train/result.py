@@ -13,7 +13,7 @@ from halfstep.diagnostics.doctor import examine, run_reader
 from halfstep.diagnostics.doctor.html_report import cards
 from halfstep.machine import hardware
 from halfstep.masters import encoding as forms
-from halfstep.reporting.table import Table, format_count, single_line
+from halfstep.reporting.table import Table, format_count
 from halfstep.session import fsdp_checkpoint
 from halfstep.train import checkpointing
 from halfstep.train.data_checks import data_findings
@@ -78,8 +78,7 @@ def finding_lines(findings: Sequence[Finding], run: Path) -> tuple[str, ...]:
     """Return the worst findings, a line each, and the command that shows them all."""
     worst = findings[:_MAX_FINDINGS]
     lines = [
-        single_line(f"{each.severity}: {each.rule}: {each.where}: {each.measured}")
-        for each in worst
+        f"{each.severity}: {each.rule}: {each.where}: {each.measured}" for each in worst
     ]
     if findings:
         these = f"{format_count(len(findings), 'finding')} and what to do"

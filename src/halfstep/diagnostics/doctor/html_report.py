@@ -10,7 +10,7 @@ from halfstep.numerics import formats
 from halfstep.numerics.tensor_summary import max_exponent, merged, underflow_exponent
 from halfstep.reporting import html
 from halfstep.reporting.html import Bar, Card, Drawing, Heatmap, Section
-from halfstep.reporting.table import Table, single_line
+from halfstep.reporting.table import Table
 from halfstep.scaling.step_report import first_names
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ def page(facts: RunFacts, examination: Examination) -> str:
         Section("Could not be read", points=facts.problems),
     ]
     nonempty = [each for each in sections if each != Section(each.heading)]
-    title = single_line(f"halfstep doctor: {facts.name}")
-    return html.page(title, nonempty, lead(facts, examination))
+    return html.page(
+        f"halfstep doctor: {facts.name}", nonempty, lead(facts, examination)
+    )
 
 
 def cards(findings: Iterable[Finding]) -> tuple[Card, ...]:
@@ -60,8 +61,7 @@ def cards(findings: Iterable[Finding]) -> tuple[Card, ...]:
         against = ("limit", f"{each.limit} ({each.source})")
         against = against if each.limit else ("source", each.source)
         fields = (("measured", each.measured), against, ("advice", each.advice))
-        lines = tuple((name, single_line(words)) for name, words in fields)
-        return Card(each.severity, single_line(f"{each.rule}: {each.where}"), lines)
+        return Card(each.severity, f"{each.rule}: {each.where}", fields)
 
     return tuple(map(card, findings))
 
@@ -93,7 +93,7 @@ def _exponents_by_layer(facts: RunFacts) -> tuple[Drawing, ...]:
     drawings = []
     for ending, title, how, scale in kinds:
         histograms = [
-            (single_line(name.removesuffix(ending)), merged(samples, scale))
+            (name.removesuffix(ending), merged(samples, scale))
             for name, samples in facts.stats.items()
             if name.endswith(ending)
         ]

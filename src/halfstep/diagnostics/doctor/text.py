@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from halfstep.reporting.finding import SEVERITIES
-from halfstep.reporting.table import single_line, wrap
+from halfstep.reporting.table import wrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +67,7 @@ def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
 
 def _hung(label: str, value: str, width: int) -> Iterator[str]:
     """Yield the lines of a label and its wrapped text, with a hanging indent."""
-    for number, part in enumerate(wrap(single_line(value), width - len(label))):
+    for number, part in enumerate(wrap(value, width - len(label))):
         yield (label if number == 0 else " " * len(label)) + part
 
 

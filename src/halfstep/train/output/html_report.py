@@ -143,7 +143,10 @@ def _scores(metrics: EvalMetrics) -> dict[str, float]:
 def _charts(
     steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
 ) -> tuple[Chart, ...]:
-    """Return the curves that have finite values, and the loss scale if it changed."""
+    """Return the curves with two finite values, and the loss scale if it changed.
+
+    One evaluation makes no curve: its scores are in a table.
+    """
 
     def curve(
         name: str,
@@ -180,7 +183,7 @@ def _charts(
     return tuple(
         chart
         for chart in charts
-        if np.isfinite([y for c in chart.curves for y in c.y]).any()
+        if any(np.isfinite(c.y).sum() > 1 for c in chart.curves)
         and (chart.curves != (scale,) or len({*scale.y}) > 1)
     )
 

@@ -8,7 +8,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from halfstep.reporting.table import terminal_width, wrap
+from halfstep.reporting.table import printable, terminal_width, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,7 +85,7 @@ class _Live:
         self._bar.update(record["step"] - self._bar.n)
 
     def print_line(self, line: str) -> None:
-        self._bar.write(line, file=sys.stdout)
+        self._bar.write(printable(line), file=sys.stdout)
 
     def close(self) -> None:
         self._bar.close()
