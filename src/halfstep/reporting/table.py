@@ -40,14 +40,14 @@ class Report:
 
     def __repr__(self) -> str:
         """Return the class and the first line, at most `REPR_LENGTH` characters."""
-        first = single_line(str(self).partition("\n")[0])
+        first = printable(str(self).partition("\n")[0])
         text = f"{type(self).__name__}: {first}"
         most = REPR_LENGTH - len("<>")
         return f"<{text if len(text) <= most else f'{text[: most - 3]}...'}>"
 
     def _repr_html_(self) -> str:
         """Return the text as notebooks show it."""
-        lines = map(single_line, str(self).split("\n"))
+        lines = map(printable, str(self).split("\n"))
         return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
 
