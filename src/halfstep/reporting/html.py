@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from io import StringIO
 from itertools import accumulate, cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import UserError
 from halfstep.reporting.table import Table, printable
