@@ -5,6 +5,7 @@ own code. Then the loop goes on with the next batch.
 """
 
 import copy
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -52,6 +53,7 @@ class Interrupts:
 
     def run(self, call: Callable[[], object]) -> None:
         before = sys.gettrace()
+        gc.disable()  # a finalizer would run in the call
         sys.settrace(self._trace)
         try:
             call()
@@ -59,6 +61,7 @@ class Interrupts:
             assert self._at is None
         finally:
             sys.settrace(before)
+            gc.enable()
 
 
 def chosen(codes: list[object]) -> list[int]:
