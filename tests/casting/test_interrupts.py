@@ -19,6 +19,7 @@ from halfstep.casting.autocast_mode import autocast
 from halfstep.casting.weight_cache import CastCache
 
 HALFSTEP = str(Path(halfstep.__file__).parent)
+CHANGES = ("__enter__", "__exit__", "pre_forward", "post_forward")
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 RULES = "torch + module:0=promote + module:1=fp32"
 KINDS: dict[str, dict[str, Any]] = {
@@ -35,8 +36,8 @@ class Interrupt:
 
     Python handles signals when a function starts, after a call of a C function, and
     where a loop goes back. Moments count in frames of halfstep in `__enter__` and
-    `__exit__` of a context. The start of `__exit__` is left out: it precedes all code
-    of ours, as with any context manager in Python.
+    `__exit__` of a context, and in the hooks of module rules. The start of `__exit__`
+    is left out: it precedes all code of ours, as with any context manager in Python.
     """
 
     def __init__(self, number: int) -> None:
@@ -78,13 +79,13 @@ class Interrupt:
 
 
 def is_ours(frame: FrameType | None) -> bool:
-    """Return whether a frame of halfstep is in `__enter__` or `__exit__`."""
+    """Return whether a frame of halfstep is in a function that changes contexts."""
     if frame is None or not frame.f_code.co_filename.startswith(HALFSTEP):
         return False
     outer: FrameType | None = frame
     while outer is not None:
         is_halfstep = outer.f_code.co_filename.startswith(HALFSTEP)
-        if is_halfstep and outer.f_code.co_name in ("__enter__", "__exit__"):
+        if is_halfstep and outer.f_code.co_name in CHANGES:
             return True
         outer = outer.f_back
     return False

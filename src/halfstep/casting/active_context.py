@@ -25,7 +25,7 @@ import threading
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter, call
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch._ops
 from torch._C import DispatchKey
@@ -336,6 +336,10 @@ def compile_policy() -> Policy | None:
 # The stack
 
 
+RuleCall: TypeAlias = "tuple[object, Callable[[], object], CastContext | None]"
+"""A running module with a rule: hook, what ends the call, outermost context."""
+
+
 class _ThreadState:
     """The contexts of one thread."""
 
@@ -344,8 +348,7 @@ class _ThreadState:
         self.stack: list[Entry] = []
         self.innermost: dict[str, Entry] = {}
         """Device type -> the innermost entry."""
-        self.rules: list[tuple[object, Callable[[], object]]] = []
-        """The hook of each running module with a rule, and what ends the call."""
+        self.rules: list[RuleCall] = []
         self.popped_elsewhere: list[Entry] = []
         """Entries that other threads have closed; this thread restores the state."""
 
@@ -543,10 +546,9 @@ def pop(entry: Entry | None) -> None:
             _leave_patches(entry)
         return
     entry.is_closed = True
-    if entry.owner is not None:
-        for _, leave in reversed(state.rules[entry.num_rules :]):
-            leave()  # an exception that torch does not catch skipped the forward hook
-        del state.rules[entry.num_rules :]
+    is_last = len(state.rules) == entry.num_rules and state.stack[-1:] == [entry]
+    if entry.owner is not None and entry.context is not None and not is_last:
+        _leave_modules(entry, entry.context.root)
     _restore_outside(entry)
     for _ in entry.steps:
         pass
@@ -562,6 +564,23 @@ def _leave_patches(entry: Entry) -> None:
     _open.pop(entry, None)
     patches.update()
     entry.is_restored = True
+
+
+def _leave_modules(entry: Entry, root: CastContext) -> None:
+    """End calls of modules with a rule whose forward hook did not run.
+
+    Why: torch runs it after errors, but not after Ctrl-C.
+    """
+    state = entry.state
+    calls = state.rules[entry.num_rules :]
+    for call_ in reversed(calls):
+        if call_[2] is root:
+            call_[1]()
+    state.rules[entry.num_rules :] = [call_ for call_ in calls if call_[2] is not root]
+    later = state.stack[state.stack.index(entry) + 1 :] if entry in state.stack else []
+    for other in reversed(later):
+        if other.owner is None and other.context and other.context.root is root:
+            pop(other)  # interrupted before its call was stored
 
 
 def _restore_outside(entry: Entry) -> None:
@@ -594,7 +613,7 @@ def _end_casts(entry: Entry, outer: Entry | None) -> None:
         torch.clear_autocast_cache()
 
 
-def thread_rules() -> list[tuple[object, Callable[[], object]]]:
+def thread_rules() -> list[RuleCall]:
     """Return the calls of modules with a rule that this thread is in."""
     return _thread.state.rules
 

@@ -253,7 +253,8 @@ class ModuleRuleHook:
         else:
             device = device or next(_tensors(module, args, kwargs)).device.type
             enabled = torch.is_autocast_enabled(device)
-            self._enter(partial(torch.set_autocast_enabled, device, enabled))
+            leave = partial(torch.set_autocast_enabled, device, enabled)
+            self._enter(leave, context)
             torch.set_autocast_enabled(device, False)  # noqa: FBT003 -- torch's own
         if self.category == op_tables.FP32:
             return cast_floating((args, kwargs), torch.float32)
@@ -290,11 +291,14 @@ class ModuleRuleHook:
             context,
         )
         entry = active_context.push(device, inner, self._inner_policy)
-        self._enter(partial(active_context.pop, entry))
+        self._enter(partial(active_context.pop, entry), context)
 
-    def _enter(self, leave: Callable[[], object]) -> None:
+    def _enter(
+        self, leave: Callable[[], object], context: CastContext | None = None
+    ) -> None:
         """Store what ends the call, for the forward hook or the end of the context."""
-        active_context.thread_rules().append((self, leave))
+        root = None if context is None else context.root
+        active_context.thread_rules().append((self, leave, root))
 
     @dynamo_disable
     def post_forward(self, _module: nn.Module, _args: object, output: object) -> object:
