@@ -118,7 +118,8 @@ def _forward_flops(loss: Tensor) -> float:
     for node in nodes_of(loss.grad_fn):
         if _IS_SAME_WEIGHT.match(node.name()) or node.name().startswith("Embedding"):
             continue
-        numel = max(math.prod(each.shape) for each in node._input_metadata)  # noqa: SLF001
+        shapes = [each.shape for each in node._input_metadata]  # noqa: SLF001
+        numel = max(map(math.prod, shapes), default=0)
         for weight in (_weight_of(edge[0]) for edge in node.next_functions):
             if weight is not None and weight.dim() > 1:
                 total += 2 * weight.numel() * numel / weight.shape[0]
