@@ -173,3 +173,36 @@ def test_training_goes_on(kind: str, done: int, call: str) -> None:
         assert session.steps_applied + session.steps_skipped == attempted + 1
         if any(same(start, each) for each in starts):
             assert any(same(state_of(session), end) for end in ends), where
+
+
+def test_contexts_close() -> None:
+    """Law: a forward pass that is interrupted leaves no context open, and no trace.
+
+    The first instruction of `__exit__` and the last of `__enter__` belong to `with`,
+    which nothing in them can guard; Python handles no signal there.
+    """
+    kind, where = "O1 fp16", str(Path(SOURCE, "session"))
+    twin = prepared(kind)
+    train(twin, BATCHES[:2])
+
+    def interrupted(at: int | None) -> tuple[Session, list[Any]]:
+        session, interrupts = prepared(kind), Interrupts(where, at)
+        context = session.autocast()
+
+        def pass_through() -> None:
+            with context:
+                pass
+
+        interrupts.run(pass_through)
+        assert not torch.is_autocast_enabled("cpu")
+        return session, interrupts.codes
+
+    codes = interrupted(None)[1]
+    names = [code.co_name for code in codes]
+    assert {"__enter__", "__exit__"} <= {*names}
+    last = max(n for n, name in enumerate(names) if name == "__enter__")
+    own = {n for n, name in enumerate(names) if name in ("__enter__", "__exit__")}
+    for number in {*chosen(codes), *own} - {last, names.index("__exit__")}:
+        session, _ = interrupted(number)
+        train(session, BATCHES[:2])
+        assert same(state_of(session), state_of(twin)), (number, codes[number])

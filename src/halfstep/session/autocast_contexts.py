@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from contextlib import AbstractContextManager, ContextDecorator
+from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -146,34 +147,42 @@ class ForwardContext(ContextDecorator):
         self, prepare: Callable[[], list[AbstractContextManager[Any]]]
     ) -> None:
         self._prepare = prepare
-        self._entries: list[tuple[list[AbstractContextManager[Any]], list[Any]]] = []
-        """Contexts of each entry, and what those that are open have returned."""
+        self._entries: list[_Entry] = []
 
     def __enter__(self) -> Any:  # noqa: ANN401 -- what the last context returns
         """Open the contexts; return what the last one returns."""
-        contexts, opened = self._prepare(), list[Any]()
-        self._entries.append((contexts, opened))
+        entry = _Entry(self._prepare())
+        self._entries.append(entry)
         try:
-            opened.extend(map(methodcaller("__enter__"), contexts))
-            return opened[-1]
+            entry.opened.extend(map(methodcaller("__enter__"), entry.contexts))
+            return entry.opened[-1]
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
     def __exit__(self, *error: object) -> None:
         """Close the contexts that are open, the last one first."""
-        closing = None
         try:
-            closing = self._closing(error)
-            deque(closing, maxlen=0)
+            deque(self._entries[-1].closing(*error), maxlen=0)
         except BaseException:
-            deque(closing or self._closing(error), maxlen=0)
+            deque(self._entries[-1].closing(*error), maxlen=0)
             raise
         finally:
             self._entries.pop()
 
-    def _closing(self, error: tuple[object, ...]) -> Iterator[object]:
-        """Return an iterator that closes one context at a time."""
-        contexts, opened = self._entries[-1]
-        is_open = contexts[: len(opened)]
-        return map(methodcaller("__exit__", *error), reversed(is_open))
+
+@dataclass(slots=True)
+class _Entry:
+    """One `with` of a `ForwardContext`."""
+
+    contexts: list[AbstractContextManager[Any]]
+    opened: list[Any] = field(default_factory=list)
+    """What each context that is open has returned."""
+    _closing: Iterator[object] | None = None
+
+    def closing(self, *error: object) -> Iterator[object]:
+        """Return the iterator that closes one context at a time, always the same."""
+        if self._closing is None:
+            is_open = self.contexts[: len(self.opened)]
+            self._closing = map(methodcaller("__exit__", *error), reversed(is_open))
+        return self._closing
