@@ -1,5 +1,6 @@
 """From texts to token ids and models: characters, sizes, and models from elsewhere."""
 
+import logging
 import shutil
 import unicodedata
 from collections import Counter
@@ -207,9 +208,20 @@ def test_padding_has_positions(length: int) -> None:
     assert made.model(**inputs).logits.shape == (2, 2)
 
 
-def test_a_model_from_a_folder(bert: Path) -> None:
-    """Law: a saved model keeps weights, vocabulary and dropout; the head is new."""
+def test_a_model_from_a_folder(
+    bert: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: a saved model keeps weights, vocabulary and dropout; the head is new.
+
+    transformers' own table of what is new is not printed.
+    """
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     made = fetched(bert)
+    assert not caplog.messages
+    assert made.new_weights == ("classifier.bias", "classifier.weight")
+    assert made.new_weights_line() == (
+        "not in the pretrained model, so drawn at random: classifier"
+    )
     assert not made.from_scratch
     ids = [START, 5, 6, 10, 11, END]
     assert encode(made.tokenizer, ["playing ungood"]) == [ids]
@@ -248,19 +260,40 @@ def test_heads(bert: Path) -> None:
     assert fetched(bert).model(inputs).logits.shape == (1, 2)
 
 
-def test_unknown_name() -> None:
-    """Law: a name that is neither folder nor in the cache is refused in one line."""
-    message = refusal("no-such/model")
-    start = "--model no-such/model: transformers cannot load that folder or hub name: "
-    assert message.startswith(start)
+def test_unknown_name(
+    bert: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Law: a path that is not there is no hub name; a name may be either.
+
+    What is named almost alike is named.
+    """
+    monkeypatch.chdir(tmp_path)
+    end = "The models built from scratch are tiny, small."
+    for name in ("/no-such", "./no-such", "../no/such", "a/b/c", "two words", "~/such"):
+        assert refusal(name) == f"--model {name}: that folder does not exist. {end}"
+    assert refusal("./brt") == (
+        f"--model ./brt: that folder does not exist; nearest: {bert.name}. {end}"
+    )
+    for name, near in (("no-such/model", ""), ("brt", "; nearest: bert")):
+        assert refusal(name) == (
+            f"--model {name}: no such folder{near}; as a hub name: not in the cache, "
+            f"and the hub cannot be reached (HF_HUB_OFFLINE is set). {end}"
+        )
 
 
 def test_a_folder_that_is_no_model(bert: Path, tmp_path: Path) -> None:
     """Law: an empty folder, lost or damaged weights are refused, not raised as is."""
-    (tmp_path / "empty").mkdir()
+    empty = tmp_path / "run"
+    empty.mkdir()
+    message = f"--model {empty}: that folder has no config.json; give one that "
+    assert refusal(empty).startswith(message)
+    (empty / "model").mkdir()
+    assert f"written. A run's model is in {empty / 'model'}. The" in refusal(empty)
+    assert refusal(bert / "config.json").startswith(
+        f"--model {bert / 'config.json'}: that is a file; give the folder of a model: "
+        f"{bert}. The"
+    )
     start = "--model {}: transformers cannot load that folder: "
-    empty = tmp_path / "empty"
-    assert refusal(empty).startswith(start.format(empty))
     for name, data in (("config.json", b"{"), ("model.safetensors", b"xx" * 99)):
         broken = tmp_path / name.replace(".", "-")
         shutil.copytree(bert, broken)

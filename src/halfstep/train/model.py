@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import logging
 import pickle
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +51,8 @@ _DROPOUTS = (
     "dropout",
     "attention_dropout",
 )
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_MAX_LISTED = 5  # modules with new weights that a line lists
 _LEAST_COUNT = 2  # characters seen once become [UNK], which trains its embedding
 _INIT_STD = 0.05  # with BERT's 0.02, a narrow model barely learns in few steps
 
@@ -59,6 +64,15 @@ class Network:
     tokenizer: Any
     model: nn.Module
     from_scratch: bool
+    new_weights: tuple[str, ...] = ()
+    """Weights that the pretrained model lacks, by name: they are drawn at random."""
+
+    def new_weights_line(self) -> str:
+        """Return a line about the modules of new weights; "" if there are none."""
+        modules = [*dict.fromkeys(name.rpartition(".")[0] for name in self.new_weights)]
+        more = len(modules) - _MAX_LISTED
+        listed = ", ".join(modules[:_MAX_LISTED]) + f" and {more} more" * (more > 0)
+        return listed and f"not in the pretrained model, so drawn at random: {listed}"
 
 
 def build(
@@ -111,18 +125,17 @@ def _pretrained(
     name: str, words: dict[str, Any], head: str, max_length: int, dropout: float | None
 ) -> Network:
     try:
+        _check_folder(name)
         config = load_config(name, **words)
         rates = [key for key in _DROPOUTS if hasattr(config, key)]
         if dropout is not None:
             config.update(dict.fromkeys(rates, dropout))
-        tokenizer, model, _ = load(
+        tokenizer, model, new_weights = load(
             name, head, config=config, ignore_mismatched_sizes=True, dtype=torch.float32
         )
     except UserError as error:
-        nested = Path(name) / "model"
-        hint = f" A run's model is in {nested}." if nested.is_dir() else ""
         raise UserError(
-            f"--model {name}: {error}{hint} The models built from scratch are "
+            f"--model {name}: {error} The models built from scratch are "
             f"{', '.join(SIZES)}."
         ) from error
     if dropout is not None and not rates:
@@ -142,7 +155,33 @@ def _pretrained(
         # Padding may fill a row up to the multiple, and padding needs positions too.
         lengths.append(positions - positions % PAD_MULTIPLE)
     tokenizer.model_max_length = min(lengths)
-    return Network(tokenizer, model, from_scratch=False)
+    return Network(tokenizer, model, from_scratch=False, new_weights=new_weights)
+
+
+def _check_folder(name: str) -> None:
+    """Raise if a name can be neither the folder of a model nor on the hub."""
+    folder = Path(name)
+    if folder.is_dir():
+        nested = folder / "model"
+        hint = f" A run's model is in {nested}." if nested.is_dir() else ""
+        if not (folder / "config.json").exists():
+            raise UserError(
+                "that folder has no config.json; give one that save_pretrained has "
+                f"written.{hint}"
+            )
+    elif folder.exists():
+        raise UserError(f"that is a file; give the folder of a model: {folder.parent}.")
+    elif not _HUB_NAME.fullmatch(name):
+        raise UserError(f"that folder does not exist{_nearest_folder(folder)}.")
+
+
+def _nearest_folder(folder: Path) -> str:
+    """Return a suggestion with the folder beside it of the most similar name."""
+    with contextlib.suppress(OSError):
+        names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
+        for name in difflib.get_close_matches(folder.name, names, 1):
+            return f"; nearest: {folder.with_name(name)}"
+    return ""
 
 
 def _check_vocabulary(name: str, tokenizer: Any, model: Any) -> None:  # noqa: ANN401
@@ -217,7 +256,7 @@ def load(
     name: str | Path,
     head: str,
     **words: Any,  # noqa: ANN401
-) -> tuple[Any, Any, list[str]]:
+) -> tuple[Any, Any, tuple[str, ...]]:
     """Load a tokenizer and a model; return them, and the weights that it lacks by name.
 
     Args:
@@ -238,11 +277,12 @@ def load(
             name, trust_remote_code=False
         )
         kind = getattr(transformers, f"AutoModelFor{head}")
-        model, info = kind.from_pretrained(
-            name, output_loading_info=True, trust_remote_code=False, **words
-        )
+        with _without_load_report():
+            model, info = kind.from_pretrained(
+                name, output_loading_info=True, trust_remote_code=False, **words
+            )
     mismatched = [entry[0] for entry in info["mismatched_keys"]]
-    return tokenizer, model, sorted({*info["missing_keys"], *mismatched})
+    return tokenizer, model, tuple(sorted({*info["missing_keys"], *mismatched}))
 
 
 @contextlib.contextmanager
@@ -253,11 +293,19 @@ def _as_user_error(name: str | Path) -> Iterator[None]:
     except CodeError:
         raise
     except Exception as error:  # a damaged folder can raise any exception
-        where = "that folder" if Path(name).exists() else "that folder or hub name"
+        from huggingface_hub import constants
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        where = "transformers cannot load that folder"
         first = str(error).strip().partition("\n")[0].rstrip(" .:")
         if isinstance(error, pickle.UnpicklingError):  # torch says how to run it
             first = "its weights are a pickle of more than tensors; use safetensors"
-        raise UserError(f"transformers cannot load {where}: {first}.") from error
+        elif not Path(name).exists():
+            where = f"no such folder{_nearest_folder(Path(name))}; as a hub name"
+            if isinstance(error.__cause__, LocalEntryNotFoundError):
+                first = "not in the cache, and the hub cannot be reached"
+                first += " (HF_HUB_OFFLINE is set)" * constants.HF_HUB_OFFLINE
+        raise UserError(f"{where}: {first}.") from error
 
 
 @contextlib.contextmanager
@@ -272,6 +320,24 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if was_enabled:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Silence transformers' table of weights that a model lacks: `load` returns them.
+
+    With a higher level instead of a filter, it would log what tensor parallelism lacks.
+    """
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.module != "loading_report"
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: ANN401

@@ -398,6 +398,8 @@ def _opening_lines(
         f"{corpus.name}: {corpus.sizes} in {format_count(len(corpus.labels), *things)}",
         f"model of {size:.1f} million parameters, {steps}{processes}{start}",
     ]
+    if notes is None and network.new_weights:
+        lines.append(network.new_weights_line())
     if notes is not None and notes["processes"] != world.size:
         before = format_count(notes["processes"], "process", "processes")
         lines.append(
