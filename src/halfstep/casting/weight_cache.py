@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
-from operator import call, itemgetter
+from operator import call, is_not, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +18,14 @@ from torch.utils import _python_dispatch
 from halfstep._torch import optimizer_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 
 
 _LOW = (torch.bfloat16, torch.float16)
+_IS_ALIVE = partial(is_not, None)
 _NO_VERSION = -1
 """A version that no weight has."""
 SMALL = 4096
@@ -289,7 +290,8 @@ _caches: weakref.WeakValueDictionary[int, CastCache] = weakref.WeakValueDictiona
 
 def _invalidate_stepped(optimizer: torch.optim.Optimizer) -> None:
     # One call, without a lock: threads add caches, and Ctrl-C must not leave it locked.
-    for cache in filter(None, map(call, _caches.valuerefs())):
+    caches: Iterator[CastCache] = map(call, _caches.valuerefs())
+    for cache in filter(_IS_ALIVE, caches):
         cache.invalidate(
             chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
         )
