@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
-from operator import call, is_not, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,14 +18,13 @@ from torch.utils import _python_dispatch
 from halfstep._torch import optimizer_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from halfstep.casting.grad_accumulation import Fp32GradAccumulator
 
 
 _LOW = (torch.bfloat16, torch.float16)
-_IS_ALIVE = partial(is_not, None)
 _NO_VERSION = -1
 """A version that no weight has."""
 SMALL = 4096
@@ -290,11 +289,11 @@ _caches: weakref.WeakValueDictionary[int, CastCache] = weakref.WeakValueDictiona
 
 def _invalidate_stepped(optimizer: torch.optim.Optimizer) -> None:
     # One call, without a lock: threads add caches, and Ctrl-C must not leave it locked.
-    caches: Iterator[CastCache] = map(call, _caches.valuerefs())
-    for cache in filter(_IS_ALIVE, caches):
-        cache.invalidate(
-            chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
-        )
+    for reference in _caches.valuerefs():
+        cache = reference()
+        if cache is not None:
+            groups = map(itemgetter("params"), optimizer.param_groups)
+            cache.invalidate(chain.from_iterable(groups))
 
 
 optimizer_hooks.register_post_step_callback(_invalidate_stepped)
