@@ -1,5 +1,6 @@
 """Numbers that arrive late: how late, in which order, and what follows from them."""
 
+import contextlib
 import math
 
 import pytest
@@ -98,7 +99,10 @@ def test_loading_forgets_what_is_under_way() -> None:
     saved = schedule.state_dict()
     for applied in range(2, 20):
         schedule.step(torch.tensor(float(applied)))
-    schedule.load_state_dict(saved, 1)
+    with contextlib.ExitStack() as undo:
+        schedule.load_scheduler(saved, undo)
+        undo.pop_all()
+    schedule.restart(saved, 1)
     assert schedule.scheduler is not None
     for applied in (2, 3, 4):
         schedule.step(torch.tensor(float(applied)))

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
-from operator import call, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -290,10 +290,11 @@ _caches: weakref.WeakValueDictionary[int, CastCache] = weakref.WeakValueDictiona
 
 def _invalidate_stepped(optimizer: torch.optim.Optimizer) -> None:
     # One call, without a lock: threads add caches, and Ctrl-C must not leave it locked.
-    for cache in filter(None, map(call, _caches.valuerefs())):
-        cache.invalidate(
-            chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
-        )
+    for reference in _caches.valuerefs():
+        cache = reference()
+        if cache is not None:
+            groups = map(itemgetter("params"), optimizer.param_groups)
+            cache.invalidate(chain.from_iterable(groups))
 
 
 optimizer_hooks.register_post_step_callback(_invalidate_stepped)

@@ -37,6 +37,7 @@ OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers whose arithmetic kernels know."""
 
 _dtype, _is_cpu, _layout = map(attrgetter, ("dtype", "is_cpu", "layout"))
+_step, _weight, _gradient = map(attrgetter, ("step", "weight", "gradient"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,8 @@ def checked_tensors(
     Raises:
         UserError: If one is missing, has gaps, or has another size, dtype or device.
     """
-    weights = [item.weight for item in items]
-    gradients = readable_gradients([item.gradient for item in items], device)
+    weights = [*map(_weight, items)]
+    gradients = readable_gradients([*map(_gradient, items)], device)
     numels = [*map(Tensor.numel, weights)]
     if [*map(Tensor.numel, gradients)] != numels:
         raise UserError("A gradient has another size than its weight: give it its own.")
@@ -348,13 +349,13 @@ class FusedStep:
             if not items:
                 continue
             if not on_device:
-                steps = (item.step for item in items)
-                more["counters"] = [step for step in steps if step is not None]
+                is_adam = isinstance(rule, Adam)
+                more["counters"] = [*map(_step, items)] if is_adam else ()
             self.kernel.update(items, rule, name, inverse=inverse, clock=clock, **more)
             for item in items:
                 item.is_first_step = False
                 item.gradient = item.weight  # do not keep the gradient alive
-            torch.autograd.graph.increment_version([item.weight for item in items])
+            torch.autograd.graph.increment_version([*map(_weight, items)])
 
     def _updates(
         self, rule: Rule, params: Iterable[Tensor]

@@ -568,14 +568,10 @@ class Session(Report):
         is_complete = is_flush and window.num_done > 0
         if not is_flush or window.loss is not None or window.is_partial:
             is_complete = self._end_microbatch() or is_flush
-        if is_complete:
-            return self._step_window()
-        self._contexts.after_microbatch()
-        return StepReport(self._num_attempted, complete=False)
-
-    def _step_window(self) -> StepReport:
-        """Update the weights with the micro-batches so far."""
-        self._window.is_partial = True
+        if not is_complete:
+            self._contexts.after_microbatch()
+            return StepReport(self._num_attempted, complete=False)
+        window.is_partial = True
         if self._in_backward is None:
             return self._update_weights()
         return self._finish_in_backward(self._in_backward)
@@ -636,8 +632,9 @@ class Session(Report):
         )
         found_inf = torch.full((), float(bool(left_out)), device=self._device)
         skipped = torch.full((), float(is_skipped), device=self._device)
-        self._step_end = end = self._new_step_end(
-            report, found_inf, self.scaler, skipped=skipped
+        scaler, count = self.scaler, self._num_skipped._version  # noqa: SLF001
+        self._step_end = end = StepEnd(
+            report, found_inf, skipped, scaler, scaler.state, count, self._masters.rng
         )
         in_backward.finish_step()
         return self._end_step(end)
@@ -684,7 +681,9 @@ class Session(Report):
             culprits=culprits,
             dropped=scaler.num_dropped,
         )
-        end = self._new_step_end(report, found_inf, scaler, skipped=found_inf)
+        state, count = scaler.state, self._num_skipped._version  # noqa: SLF001
+        rng = self._masters.rng
+        end = StepEnd(report, found_inf, found_inf, scaler, state, count, rng)
         try:
             self._step_end = end
             with self._around_update(report):
@@ -693,18 +692,6 @@ class Session(Report):
             self._step_end = None  # it may have updated nothing: the window is dropped
             raise
         return end
-
-    def _new_step_end(
-        self,
-        report: StepReport,
-        found_inf: Tensor,
-        scaler: LossScaler | BackwardPasses,
-        *,
-        skipped: Tensor,
-    ) -> StepEnd:
-        count = self._num_skipped._version  # noqa: SLF001
-        rng = self._masters.rng
-        return StepEnd(report, found_inf, skipped, scaler, scaler.state, count, rng)
 
     def _end_step(self, end: StepEnd) -> StepReport:
         """Count a step, clear its gradients, and update loss scale and schedule.
