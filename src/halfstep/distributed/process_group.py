@@ -267,9 +267,10 @@ def first_not_none(value: T | None) -> T | None:
 def _machine_group(first: int, size: int) -> dist.ProcessGroup | None:
     """Return a group of this machine's ranks; one, as torch names it by the ranks."""
     ranks = [*range(first, first + size)]
-    return dist.new_group(
+    group: dist.ProcessGroup | None = dist.new_group(
         ranks, timeout=_LONGEST_CALL, backend="gloo", use_local_synchronization=True
     )
+    return group
 
 
 def once_per_machine(call: Callable[[], T]) -> T:
