@@ -47,6 +47,7 @@ lint: $(VENV)/.dev
 # The documentation, in build/docs; a warning, such as of a link to nowhere, is an error.
 docs: $(VENV)/.dev
 	$(BIN)/sphinx-build -q -W --keep-going -c docs . build/docs
+	@echo 'build/docs/index.html'
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

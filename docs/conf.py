@@ -62,6 +62,8 @@ html_title = "halfstep"
 html_show_sphinx = False
 html_static_path = ["_static"]
 html_css_files = ["docs.css"]
+html_js_files = [("docs.js", {"defer": "defer"})]
+html_extra_path = ["start"]  # index.html at the root of the site, which leads to docs/
 
 
 RETURNED = (
@@ -110,6 +112,12 @@ def keep_first_line(
         lines[:0] = ["..", ""]  # an empty comment
 
 
+def keep_aside(_app: object, docname: str, source: list[str]) -> None:
+    """Keep dated measurements out of the sidebar and of the search; links find them."""
+    if docname.startswith("benchmarks/20"):
+        source[0] = f"---\norphan: true\nno-search: true\n---\n{source[0]}"
+
+
 def set_language(
     _app: object,
     pagename: str,
@@ -137,3 +145,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", keep_first_line, priority=400)
     app.connect("autodoc-process-signature", hide_constructor)
     app.connect("html-page-context", set_language)
+    app.connect("source-read", keep_aside)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from io import StringIO
 from itertools import accumulate, cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from halfstep.errors import UserError
 from halfstep.reporting.table import Table, printable
@@ -222,8 +222,10 @@ class Chart:
                 )
             places = {float(x) for curve in self.curves for x in curve.x}
             if all(map(float.is_integer, places)):  # no ticks between steps
-                locator: Any = axes.xaxis.get_major_locator()
-                locator.set_params(integer=True)
+                from matplotlib.ticker import MaxNLocator
+
+                whole = MaxNLocator("auto", steps=(1, 2, 5, 10), integer=True)
+                axes.xaxis.set_major_locator(whole)
             for axis, ticks in ((axes.xaxis, places), (axes.yaxis, values)):
                 if len(ticks) == 1:  # ticks beside it would tell nothing
                     axis.set_ticks([*ticks], [f"{tick:g}" for tick in ticks])
