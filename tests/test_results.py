@@ -79,7 +79,7 @@ def comparison() -> object:
         model = net()
         return model, torch.optim.SGD(model.parameters(), 0.01), loss_of
 
-    quick: dict[str, Any] = {"steps": 2, "seeds": 2, "gradient_steps": ()}
+    quick: dict[str, Any] = {"steps": 2, "seeds": 2}
     return hs.compare(make, [X, X], levels=["O1"], **quick)
 
 

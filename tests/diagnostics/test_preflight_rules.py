@@ -287,8 +287,9 @@ def test_words_of_findings() -> None:
     told = found(fault=fault, default_finite=False, safe_scale=2.0**12, scale=2.0**12)
     assert told == {
         "loss scale": "a.b (linear): gradients overflow at the default loss scale "
-        "65536; 4096 is safe (fp16 holds 65504). Use loss_scale='measured', or begin "
-        "at 4096. A dynamic scale skips about 4 steps on its way there."
+        "65536; 4096 is safe (fp16 holds 65504). Begin at 4096, by "
+        "loss_scale=ScaleRule(init_scale=...). A dynamic scale skips about 4 steps on "
+        "its way there."
     }
     low = found(default_finite=False, safe_scale=0.25, scale=0.25)["loss scale"]
     assert low.endswith("Use loss_scale=2**-2, or bf16.")
@@ -303,8 +304,8 @@ def test_words_of_findings() -> None:
     told = found(curve=lost, safe_scale=2.0**24, scale=2.0**24)
     assert told["underflow"] == (
         "gradients: 40.0% of fp32's gradients other than zero become zero in fp16 at "
-        "loss scale 65536 (at most 1%). Use loss_scale='measured', or begin at 2**24. "
-        "There 0.1% are lost."
+        "loss scale 65536 (at most 1%). Begin at 2**24, by "
+        "loss_scale=ScaleRule(init_scale=...). There 0.1% are lost."
     )
     assert found(loss=1.02)["loss"].startswith(
         "loss: 1.02, in fp32 1: +2.00% (at most 1%)."

@@ -37,6 +37,7 @@ def process(folder: Path) -> None:
             "world": (world.rank, world.size, world.is_first),
             "total": all_reduce_sum(torch.tensor([float(world.rank), 5.0])),
         }
+        del os.environ["LOCAL_WORLD_SIZE"]  # launchers other than torchrun set none
         found["pid"] = once_per_machine(os.getpid)
         found["pids"] = all_gather_object(os.getpid())
         with pytest.raises(UserError, match="no such file"):

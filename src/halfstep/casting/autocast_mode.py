@@ -55,10 +55,10 @@ def autocast(
 
     It differs from `torch.autocast` in this: one instance may be entered several times
     at once, also by several threads; a nested context may have another dtype; a weight
-    that an optimizer changes inside is cast again; replicas of `nn.DataParallel` use
-    the dtype; Ctrl-C leaves no context open. Policy rules choose the dtype of
-    operations and modules, and `report()` shows in which dtype each operation ran, and
-    why.
+    that an optimizer, or an in-place method such as `copy_`, changes inside is cast
+    again; replicas of `nn.DataParallel` use the dtype; Ctrl-C while a context is opened
+    or closed rarely leaves it open. Policy rules choose the dtype of operations and
+    modules, and `report()` shows in which dtype each operation ran, and why.
 
     It sets torch's own autocast state: activation checkpointing, DDP, model code and
     third-party kernels that ask torch whether autocast is on get the right answer.

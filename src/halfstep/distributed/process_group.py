@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import secrets
+import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -256,31 +257,35 @@ def first_not_none(value: T | None) -> T | None:
 
 
 @functools.cache
-def _machine_group(first: int, size: int) -> dist.ProcessGroup | None:
-    """Return a group of this machine's ranks; one, as torch names it by the ranks."""
-    ranks = [*range(first, first + size)]
-    group: dist.ProcessGroup | None = dist.new_group(
+def _machine_group() -> tuple[dist.ProcessGroup, int]:
+    """Return the group of this machine's processes, and this one's rank in it.
+
+    By host names, since launchers other than torchrun set no LOCAL_WORLD_SIZE, and by
+    torchrun's number of the machine, since containers may share a name. It is made
+    once: torch names a group by its ranks, and takes a name once.
+    """
+    own = socket.gethostname(), os.environ.get("GROUP_RANK")
+    hosts = all_gather_object(own)
+    ranks = [rank for rank, host in enumerate(hosts) if host == own]
+    group = dist.new_group(
         ranks, timeout=_LONGEST_CALL, backend="gloo", use_local_synchronization=True
     )
-    return group
+    return group, ranks.index(dist.get_rank())
 
 
 def once_per_machine(call: Callable[[], T]) -> T:
     """Return what the first process of this machine returns, on each of its processes.
 
-    The others wait, however long it takes. Without LOCAL_RANK and LOCAL_WORLD_SIZE,
-    each process calls. The result is pickled.
+    The others wait, however long it takes. The result is pickled.
 
     Raises:
         UserError: That of the first process, on each.
     """
     if not dist.is_initialized():
         return call()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    group = _machine_group(dist.get_rank() - local, size)
+    group, rank = _machine_group()
     outcome: list[T | UserError | None] = [None]
-    if local == 0:
+    if rank == 0:
         try:
             outcome = [call()]
         except UserError as error:

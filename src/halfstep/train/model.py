@@ -170,7 +170,8 @@ def _check_folder(name: str) -> None:
                 f"written.{hint}"
             )
     elif folder.exists():
-        raise UserError(f"that is a file; give the folder of a model: {folder.parent}.")
+        parent = folder.absolute().parent
+        raise UserError(f"that is a file; give the folder of a model: {parent}.")
     elif not _HUB_NAME.fullmatch(name):
         raise UserError(f"that folder does not exist{_nearest_folder(folder)}.")
 

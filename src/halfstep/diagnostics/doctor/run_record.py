@@ -74,7 +74,7 @@ class Config:
     master: str | None = None
     """Encoding of the master weights; "none" without master weights."""
     loss_scale: str | None = None
-    """"none", "dynamic", another strategy, or a number as text."""
+    """"none", "dynamic", or a number as text."""
     device: str | None = None
     """"cpu" or "cuda"."""
     accumulate: int | None = None

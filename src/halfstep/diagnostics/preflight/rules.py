@@ -226,7 +226,7 @@ def loss_scale(facts: Facts) -> Iterator[Observation]:
 def _how(scale: float) -> str:
     low, high = DYNAMIC
     if low <= scale <= high:
-        return f"Begin at {power(scale)}: loss_scale=ScaleRule(init_scale=...)."
+        return f"Begin at {power(scale)}, by loss_scale=ScaleRule(init_scale=...)."
     return f"Use loss_scale={power(scale)}, or bf16."
 
 
