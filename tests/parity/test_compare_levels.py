@@ -194,7 +194,7 @@ def test_one_ulp() -> None:
         return model, optimizer, loss
 
     hs.compare(make, BATCHES, [], **QUICK | {"steps": 1})
-    base, perturbed = weights[:2]
+    _trial, base, perturbed = weights[:3]
     for frozen, same in zip(base[:2], perturbed[:2], strict=True):
         assert torch.equal(frozen, same)
     for trained, other in zip(base[2:], perturbed[2:], strict=True):
