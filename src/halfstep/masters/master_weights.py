@@ -361,8 +361,8 @@ class MasterWeights:
             generic_step.step(
                 self.optimizer, compact, self.encoding, self.rng, only=param
             )
-        if master_param is not None and not self.encoding.is_compact:
-            master_param.weight.copy_(master_param.master)
+            if master_param is not None and not self.encoding.is_compact:
+                master_param.weight.copy_(master_param.master)
 
     def describe(self) -> str:
         """Return one line about how weights are updated."""

@@ -306,6 +306,7 @@ class Session(Report):
                     f"{len(params_of(self.optimizer))} parameters were updated before "
                     "the error, and keep the update."
                 )
+                self._masters.mark_synced()
             self.zero_grad()
             window.is_partial = True
 
