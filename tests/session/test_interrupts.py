@@ -212,3 +212,29 @@ def test_contexts_close() -> None:
         session, _ = interrupted(number)
         train(session, BATCHES[:2])
         assert same(state_of(session), state_of(twin)), (number, codes[number])
+
+
+@pytest.mark.parametrize("call", ["backward", "step", "flush"])
+def test_grad_mode_is_restored(call: str) -> None:
+    """Law: an interrupt that keeps torch from leaving `no_grad` does not keep it on."""
+    session = prepared("O2 bf16 generic release")
+    loss = forward(session, BATCHES[0])
+    if call != "backward":
+        session.backward(loss)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not torch.no_grad.__enter__.__code__:
+            return None
+        if event == "return":
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            session.backward(loss) if call == "backward" else getattr(session, call)()
+    finally:
+        sys.settrace(before)
+    assert torch.is_grad_enabled()
+    train(session, BATCHES[1:2])
