@@ -133,6 +133,7 @@ def test_an_island_keeps_its_weight_exact(level: str) -> None:
 
 
 @LOW
+@pytest.mark.filterwarnings("ignore:the copy of the model holds")
 def test_identity_and_copies(level: str) -> None:
     """Law: names and identity of the parameters survive, and a copy computes alike."""
     model = network(NEW["weight_norm"])

@@ -157,19 +157,18 @@ def test_a_gradient_that_is_kept(form: str, accumulate: int) -> None:
 
 @cases.every_form
 def test_a_step_that_raises_before_it_begins(form: str) -> None:
-    """Law: it changes no bit, and nobody's writes are warned of."""
+    """Law: it changes no bit, and training goes on as if nobody had tried it."""
     session, undisturbed = cases.trained(form), cases.trained(form)
 
     def fail(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise LookupError
 
     before = cases.everything(session)
     hook = session.optimizer.register_step_pre_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(LookupError):
         cases.go(session, cases.slopes_of(session.model, 2))
     hook.remove()
     assert same(cases.everything(session), before)
-    session.zero_grad()
     for each in (session, undisturbed):
         cases.go(each, cases.slopes_of(each.model, 2))  # warnings are errors
     assert same(cases.everything(session), cases.everything(undisturbed))

@@ -19,6 +19,7 @@ from small_training import same
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.masters import generic_step
 from halfstep.session.session import Session
 
 SOURCE = str(Path(hs.__file__).parent)
@@ -75,6 +76,8 @@ SESSIONS: dict[str, dict[str, Any]] = {
     "O1 fp16 skip": {},
     "O2 bf16": {},
     "O2 bf16 generic": {},
+    "O2 bf16 generic split": {"master": "split"},
+    "O2 bf16 generic release": {"master": "split", "optimizer_in_backward": True},
     "O2 bf16 release": {"optimizer_in_backward": True},
 }
 
@@ -126,13 +129,16 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "done", "call"), [*cases()])
-def test_training_goes_on(kind: str, done: int, call: str) -> None:
+def test_training_goes_on(
+    kind: str, done: int, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Law: the next step is one that a run without the interrupt could have taken.
 
     Of the window before it, all is dropped, or all is applied, or whole micro-batches
     are left. Only an interrupt in the middle of the update itself may leave parameters
     that have it beside others that have not.
     """
+    monkeypatch.setattr(generic_step, "MAX_PIECE_NUMEL", 12)
     size = SESSIONS[kind].get("accumulate", 1)
     first = OVERFLOW if "skip" in kind else BATCHES[0]
     before, after = [first, *BATCHES[1 : done + 1]], BATCHES[2:4]
@@ -206,3 +212,29 @@ def test_contexts_close() -> None:
         session, _ = interrupted(number)
         train(session, BATCHES[:2])
         assert same(state_of(session), state_of(twin)), (number, codes[number])
+
+
+@pytest.mark.parametrize("call", ["backward", "step", "flush"])
+def test_grad_mode_is_restored(call: str) -> None:
+    """Law: an interrupt that keeps torch from leaving `no_grad` does not keep it on."""
+    session = prepared("O2 bf16 generic release")
+    loss = forward(session, BATCHES[0])
+    if call != "backward":
+        session.backward(loss)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not torch.no_grad.__enter__.__code__:
+            return None
+        if event == "return":
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            session.backward(loss) if call == "backward" else getattr(session, call)()
+    finally:
+        sys.settrace(before)
+    assert torch.is_grad_enabled()
+    train(session, BATCHES[1:2])

@@ -547,7 +547,7 @@ def pickled(model: nn.Module) -> Any:
     return pickle.loads(pickle.dumps(model))  # noqa: S301 -- our own bytes
 
 
-@pytest.mark.filterwarnings("ignore:policy rule")
+@pytest.mark.filterwarnings("ignore:policy rule", "ignore:the copy of the model holds")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("twin", [copy.deepcopy, pickled])
 def test_a_copy_that_is_prepared_drops_hooks(

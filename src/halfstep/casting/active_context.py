@@ -387,6 +387,8 @@ class Entry:
     """What `entry_of` finds it by."""
     num_rules: int
     """Calls of modules with a rule in which it was pushed."""
+    uses_torch_cache: bool
+    """Whether torch's cache serves casts of weights inside."""
     steps: Iterable[object]
     """Calls what is to be called once: each item it yields is the result of a call. A
     `map` that is asked again continues, so that an interrupt repeats no call."""
@@ -468,6 +470,7 @@ def push(
         compile_policy,
         owner,
         len(state.rules),
+        uses_torch_cache,
         map(call, then),
     )
     entry.outside = _outside_of(entry, settings, sets_torch=torch_context is not None)
@@ -560,7 +563,8 @@ def pop(entry: Entry | None) -> None:
 
 
 def _leave_patches(entry: Entry) -> None:
-    _write_patches.release(entry)
+    if entry.uses_torch_cache:
+        _write_patches.release(entry)
     _open.pop(entry, None)
     patches.update()
     entry.is_restored = True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfstep._torch import optimizer_hooks
+from halfstep._torch.optimizer_params import params_of
 from halfstep.numerics.local_tensor import is_quantized
 
 if TYPE_CHECKING:
@@ -46,33 +46,40 @@ def step(
     """
     param_of: dict[Tensor, MasterParam] = {p.master: p for p in master_params}
     groups = optimizer.param_groups
-    param_lists = [group["params"] for group in groups]
-    in_pieces = optimizer_hooks.runs_only_torch_code(optimizer)
-    limit = MAX_PIECE_NUMEL if in_pieces else None
-    due_lists = [[p for p in ps if only is None or p is only] for ps in param_lists]
+    if not optimizer_hooks.runs_only_torch_code(optimizer):
+        # Others' optimizers may also change parameters without a gradient.
+        present = [param_of[p] for p in params_of(optimizer) if p in param_of]
+        due = [p for p in present if p.master.requires_grad or _has_gradient(p)]
+        _step_piece(optimizer, due, encoding, rng)
+        return
+    due_lists = [
+        [p for p in group["params"] if only is None or p is only] for group in groups
+    ]
     try:
-        for piece in _pieces(due_lists, param_of, limit):
-            for group, params in zip(groups, piece, strict=True):
-                group["params"] = params
-            optimizer.param_groups = [group for group in groups if group["params"]]
-            # Others' optimizers may also change parameters without a gradient.
-            piece_params = [
-                param_of[p]
-                for p in dict.fromkeys(chain(*piece))
-                if p in param_of
-                and (p.grad is not None or (p.requires_grad and not in_pieces))
+        for piece in _pieces(due_lists, param_of, MAX_PIECE_NUMEL):
+            # Copies, so that Ctrl-C finds the groups whole. torch writes to none.
+            optimizer.param_groups = [
+                group | {"params": params}
+                for group, params in zip(groups, piece, strict=True)
+                if params
             ]
-            _step_piece(optimizer, piece_params, encoding, rng)
-    finally:
+            present = [param_of[p] for p in params_of(optimizer) if p in param_of]
+            due = [*filter(_has_gradient, present)]
+            _step_piece(optimizer, due, encoding, rng)
         optimizer.param_groups = groups
-        for group, params in zip(groups, param_lists, strict=True):
-            group["params"] = params
+    except BaseException:
+        optimizer.param_groups = groups
+        raise
+
+
+def _has_gradient(param: MasterParam) -> bool:
+    return param.master.grad is not None
 
 
 def _pieces(
     param_lists: Sequence[list[Tensor]],
     param_of: dict[Tensor, MasterParam],
-    limit: int | None,
+    limit: int,
 ) -> Iterator[list[list[Tensor]]]:
     """Yield parameter lists, one per group, of at most `limit` elements in total."""
     piece: list[list[Tensor]] = [[] for _ in param_lists]
@@ -80,7 +87,7 @@ def _pieces(
     for index, params in enumerate(param_lists):
         for param in params:
             own = param.numel() if param in param_of else 0
-            if limit is not None and size and size + own > limit:
+            if size and size + own > limit:
                 yield piece
                 piece, size = [[] for _ in param_lists], 0
             piece[index].append(param)
@@ -99,25 +106,32 @@ def _step_piece(
 
     If the step raises, values that it has not changed keep their bits.
     """
-    with_grad = {id(p) for p in master_params if p.master.grad is not None}
+    with_grad = {id(p) for p in master_params if _has_gradient(p)}
     for param in master_params:
         fp32 = param.decoded(encoding)
         param.master.data = fp32
         for state, key, moment in _moments(optimizer, param.master, fp32.shape):
             state[key] = moment.float()
-    has_stepped = False
-    try:
-        optimizer.step()
-        has_stepped = True
-    finally:
-        for param in master_params:
-            # Not the tensor from above: optimizers may assign another to `.data`.
-            fp32 = param.master.detach().float()
-            is_updated = has_stepped and id(param) in with_grad
+    updated: set[int] = set()
+    values: list[Tensor] = []
+
+    def encode() -> None:
+        # Not the tensors from above: optimizers may assign others to `.data`.
+        values[:] = values or [p.master.detach().float() for p in master_params]
+        for param, fp32 in zip(master_params, values, strict=True):
+            is_updated = id(param) in updated
             if is_updated or not _same_bits(fp32, param.decoded(encoding)):
                 param.encode_(encoding, fp32, rng)
             param.master.data = nan_placeholder(param.weight)
             narrow_states(optimizer, param, encoding, rng)
+
+    try:
+        optimizer.step()
+        updated = with_grad
+        encode()
+    except BaseException:
+        encode()  # all of it again, with the same random numbers, if it was interrupted
+        raise
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 
 _WEIGHT, _VERSION = map(attrgetter, ("weight", "_version"))
+_DISPATCH = attrgetter("__torch_dispatch__")
 
 
 class MasterWeights:
@@ -112,6 +113,8 @@ class MasterWeights:
         """Whether this class is calling `optimizer.step`."""
         self._synced: tuple[list[int], list[int]] = [], []
         """Version counters and addresses of the weights when they matched theirs."""
+        self._address_of: Callable[[Tensor], int] = Tensor.data_ptr
+        """`id` if weights are of a type without memory of its own, as FakeTensor."""
         self._warned_of_writes = False
         self._checksums: tuple[list[object], Tensor] | None = None
         """Layouts of the weights, and sums of their bits, after the last update."""
@@ -159,6 +162,9 @@ class MasterWeights:
                     continue
                 group["params"][index] = current.master
                 self._take_state(param, current)
+        types = map(type, map(_WEIGHT, self.master_params.values()))
+        if {*map(_DISPATCH, types)} - {Tensor.__torch_dispatch__}:
+            self._address_of = id
         model_params = [self.model_param(param) for param in self.param_index]
         chosen = _choose_kernel(self.optimizer, model_params)
         self.kernel, self.kernel_description = chosen
@@ -355,8 +361,8 @@ class MasterWeights:
             generic_step.step(
                 self.optimizer, compact, self.encoding, self.rng, only=param
             )
-        if master_param is not None and not self.encoding.is_compact:
-            master_param.weight.copy_(master_param.master)
+            if master_param is not None and not self.encoding.is_compact:
+                master_param.weight.copy_(master_param.master)
 
     def describe(self) -> str:
         """Return one line about how weights are updated."""
@@ -451,7 +457,8 @@ class MasterWeights:
         self.rng = RoundingRng(self.rng.seed, self.rng.step + 1)
         self._num_compared += self._checksums is not None  # nobody compares: stop soon
         self.mark_synced()
-        self._checksums = self._checksums_to_compare()
+        if self._num_compared < COMPARED_UPDATES:
+            self._checksums = self._checksums_to_compare()
 
     def set_rng(self, seed: int, step: int) -> None:
         """Set the RNG of stochastic rounding to the state of a saved run."""
@@ -482,7 +489,7 @@ class MasterWeights:
             position, weight = master_param.position, master_param.weight
             versions, addresses = self._synced
             versions[position] = weight._version  # noqa: SLF001
-            addresses[position] = weight.data_ptr()
+            addresses[position] = self._address_of(weight)
 
     @torch.no_grad()
     def sync_external_writes(self) -> None:
@@ -569,7 +576,7 @@ class MasterWeights:
 
     def _marks(self) -> tuple[list[int], list[int]]:
         weights = [*map(_WEIGHT, self.master_params.values())]
-        return [*map(_VERSION, weights)], [*map(Tensor.data_ptr, weights)]
+        return [*map(_VERSION, weights)], [*map(self._address_of, weights)]
 
     def _externally_written(self) -> list[MasterParam]:
         """Return the parameters whose weights were written since `mark_synced`."""

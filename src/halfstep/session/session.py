@@ -224,10 +224,11 @@ class Session(Report):
                 for `retain_graph` under DDP, which averages once a forward pass.
             DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
         """
+        grad_mode = torch.is_grad_enabled()
         try:
             self._backward(loss, name, retain=retain_graph)
         except BaseException as error:
-            self._end_failed_call(error)
+            self._end_failed_call(error, grad_mode=grad_mode)
             mismatch = dtype_mismatch.explain(error)
             if mismatch is not None:
                 raise mismatch from error
@@ -279,7 +280,7 @@ class Session(Report):
         if note:
             _logger.warning(note)
 
-    def _end_failed_call(self, error: BaseException) -> None:
+    def _end_failed_call(self, error: BaseException, *, grad_mode: bool) -> None:
         """Leave no part of a window behind a call of `backward` or `step` that raised.
 
         A call that is refused before it changes anything leaves the window as it was.
@@ -289,6 +290,7 @@ class Session(Report):
         Ctrl-C may come between any two instructions. Errors that the program catches
         and repairs are `Exception`s, after which a loss may still wait for its step.
         """
+        torch.set_grad_enabled(grad_mode)  # an interrupted `no_grad` leaves it off
         window, in_backward = self._window, self._in_backward
         self._masters.stepping = False
         if self._step_end is not None:
@@ -306,6 +308,7 @@ class Session(Report):
                     f"{len(params_of(self.optimizer))} parameters were updated before "
                     "the error, and keep the update."
                 )
+                self._masters.mark_synced()
             self.zero_grad()
             window.is_partial = True
 
@@ -543,10 +546,11 @@ class Session(Report):
             RuntimeError: If there was no backward pass, or it left no gradient.
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
+        grad_mode = torch.is_grad_enabled()
         try:
             return self._step(is_flush=False)
         except BaseException as error:
-            self._end_failed_call(error)
+            self._end_failed_call(error, grad_mode=grad_mode)
             raise
 
     def flush(self) -> StepReport:
@@ -555,10 +559,11 @@ class Session(Report):
         For the end of an epoch. The step uses the mean of the micro-batches so far.
         Without any, nothing happens, and the report is not complete.
         """
+        grad_mode = torch.is_grad_enabled()
         try:
             return self._step(is_flush=True)
         except BaseException as error:
-            self._end_failed_call(error)
+            self._end_failed_call(error, grad_mode=grad_mode)
             raise
 
     def _step(self, *, is_flush: bool) -> StepReport:
