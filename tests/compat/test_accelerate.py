@@ -220,6 +220,19 @@ def test_backward_without_the_accelerator(level: str, precision: str) -> None:
         optimizer.step()
 
 
+def test_calls_without_a_backward_pass() -> None:
+    """Law: the errors name Accelerate's calls."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model, optimizer, *_ = accelerator.prepare(*make())
+    calls = [optimizer.step, lambda: accelerator.clip_grad_norm_(model.parameters(), 1)]
+    for call in calls:
+        with pytest.raises((RuntimeError, UserError)) as error:
+            call()
+        assert "accelerator.backward(loss)" in str(error.value)
+        assert "session.step" not in str(error.value)
+        assert "prepare()" not in str(error.value)
+
+
 def test_the_handler_of_the_loss_scale_is_obeyed() -> None:
     """Law: GradScalerKwargs gives the first loss scale."""
     handler = GradScalerKwargs(init_scale=256.0, growth_interval=7)

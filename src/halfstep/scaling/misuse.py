@@ -113,13 +113,21 @@ def released_twice() -> UserError:
     )
 
 
-def step_without_backward(steps: int) -> RuntimeError:
-    """Session: `step` without its `backward`."""
+def step_without_backward(steps: int, backward_call: str) -> RuntimeError:
+    """Session, adapters: `step` without their backward pass."""
+    call, more = _step_call(backward_call), ""
+    if call == "session.step()":
+        more = "; to sum over 4 batches, set accumulate=4 in prepare()"
     return RuntimeError(
-        "session.step() was called without a backward pass since the last; "
-        f"{steps} steps are done. Call session.backward(loss) first; "
-        "to sum over 4 batches, set accumulate=4 in prepare()."
+        f"{call} was called without a backward pass since the last; "
+        f"{steps} steps are done. Call {backward_call} first{more}."
     )
+
+
+def _step_call(backward_call: str) -> str:
+    """Return the call that steps, as a program with `backward_call` writes it."""
+    of_session = backward_call.startswith("session.")
+    return "session.step()" if of_session else "optimizer.step()"
 
 
 def foreign_gradients(backward_call: str) -> RuntimeError:
@@ -130,11 +138,11 @@ def foreign_gradients(backward_call: str) -> RuntimeError:
     )
 
 
-def grads_without_backward(call: str) -> UserError:
+def grads_without_backward(call: str, backward_call: str) -> UserError:
     """Session: `grads` without a backward pass."""
     return UserError(
         f"{call} was called without a backward pass since the last step; "
-        "call it between session.backward(loss) and session.step()."
+        f"call it between {backward_call} and {_step_call(backward_call)}."
     )
 
 
@@ -164,11 +172,11 @@ def no_autocast(choice: str, *, low_weights: bool) -> str:
     )
 
 
-def pass_failed() -> RuntimeError:
+def pass_failed(backward_call: str) -> RuntimeError:
     """Session: `step` after a backward pass or a step that raised an exception."""
     return RuntimeError(
         "the last backward pass or step ended with an exception, and the gradients of "
-        "its window were dropped: begin the next with session.backward(loss)."
+        f"its window were dropped: begin the next with {backward_call}."
     )
 
 

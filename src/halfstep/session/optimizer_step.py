@@ -122,9 +122,13 @@ class OptimizerStep:
             if present:
                 yield param, sum(present[1:], present[0])
 
+    def first_grad(self) -> Tensor | None:
+        """Return the gradient of the first parameter that has one."""
+        return next((gradient for _, gradient in self._scaled_grads()), None)
+
     def reject_foreign_grads(self, backward_call: str) -> None:
         """Raise if there are gradients; call it if `backward_call` has made none."""
-        if next(self._scaled_grads(), None) is not None:
+        if self.first_grad() is not None:
             raise misuse.foreign_gradients(backward_call)
 
     def collect(

@@ -460,10 +460,10 @@ class Session(Report):
         if self._in_backward is not None:
             raise misuse.updated_in_backward(excluded=call)
         if window.is_partial:
-            raise misuse.pass_failed()
+            raise misuse.pass_failed(self.backward_call)
         if not window.num_pending:
             self._optimizer_step.reject_foreign_grads(self.backward_call)
-            raise misuse.grads_without_backward(call)
+            raise misuse.grads_without_backward(call, self.backward_call)
         if window.loss is None or window.num_done + 1 < window.size:
             raise misuse.grads_in_window(call, window.num_pending, window.size)
         if self.model is not self._model_without_ddp and self._grad_sync.is_pending:
@@ -585,11 +585,11 @@ class Session(Report):
         """Count one micro-batch; return whether it was the last of its step."""
         window = self._window
         if window.is_partial:
-            raise misuse.pass_failed()
+            raise misuse.pass_failed(self.backward_call)
         if window.loss is None:
             if not window.num_done:
                 self._optimizer_step.reject_foreign_grads(self.backward_call)
-            raise misuse.step_without_backward(self._num_attempted)
+            raise misuse.step_without_backward(self._num_attempted, self.backward_call)
         window.is_partial = True
         if self._checks_versions:
             self._warn_if_grads_changed()

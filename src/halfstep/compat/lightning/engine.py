@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
-from halfstep._torch.optimizer_params import unnamed
+from halfstep._torch.optimizer_params import params_of, unnamed
 from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import bucketed_all_reduce
 from halfstep.errors import UserError, warn_caller
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
     from halfstep.casting.autocast_mode import Autocast, PolicyAutocast
     from halfstep.machine.recommendation import Choice
@@ -188,6 +190,8 @@ class OptimizerEntry:
     """Applied steps at the loaded checkpoint."""
     num_passes: int = 0
     """Backward passes since its last step."""
+    stepped: tuple[TensorWeakRef, int] | None = None
+    """A gradient of the last step, and its version after it."""
     checked: tuple[Tensor, Callable[[], tuple[NonFiniteParam, ...]]] | None = None
     """found_inf of the current step, shape (), and what returns the non-finite
     parameters; None while gradients are scaled."""
@@ -238,6 +242,10 @@ class LevelEngine:
         self._found_inf: Tensor | None = None
         """Maximum over the steps since the last update of the scale."""
         self._num_passes = 0
+        self._is_in_backward = False
+        self._foreign_grads: dict[Tensor, TensorWeakRef] = {}
+        """Model's parameter -> gradient to which another backward pass added."""
+        self._hooks: list[RemovableHandle] = []
         self._averager = bucketed_all_reduce.BucketedAllReduce()
 
     def convert(self, model: nn.Module, *, separate: bool = False) -> None:
@@ -261,9 +269,32 @@ class LevelEngine:
         converted.reconvert()
         if converted not in self._models:
             self._models.append(converted)
+        for param in model.parameters():
+            self._watch(param)
         self._param_names |= {id(p): name for name, p in model.named_parameters()}
         self._params += model.parameters()
         self._contexts = None
+
+    def _watch(self, param: nn.Parameter) -> None:
+        """Record the gradients that backward passes other than `backward` make.
+
+        Versions of gradients would not tell them from a program's own edits.
+        """
+        if not param.is_floating_point():
+            return
+        is_trained = param.requires_grad
+        param.requires_grad = True  # a frozen one may be unfrozen later
+        hook = param.register_post_accumulate_grad_hook(self._record_foreign_grad)
+        self._hooks.append(hook)
+        param.requires_grad = is_trained
+
+    def _record_foreign_grad(self, param: Tensor) -> None:
+        if not self._is_in_backward and param.grad is not None:
+            self._foreign_grads[param] = TensorWeakRef(param.grad)
+
+    def _has_foreign_grad(self, param: Tensor) -> bool:
+        reference = self._foreign_grads.get(param)
+        return reference is not None and reference() is param.grad is not None
 
     def drop_frozen(self) -> None:
         """Drop the fp32 values of weights that are in no optimizer."""
@@ -333,7 +364,7 @@ class LevelEngine:
                     is_cleared = own is low and low.grad is None
                     grads[low] = None if is_cleared else param.grad
                     param.grad = None
-                    if self._num_passes:  # else another backward pass has made it
+                    if self._num_passes and not self._has_foreign_grad(low):
                         low.grad = None
                     state = optimizer.state.pop(param, {})
                     for key, value in state.items():
@@ -367,6 +398,7 @@ class LevelEngine:
         accumulator = None if contexts is None else contexts.grad_accumulator
         if accumulator is not None:
             accumulator.start(scaled)
+        self._is_in_backward = True
         try:
             # In manual optimization the forward pass's context is still open.
             with torch.autocast(loss.device.type, enabled=False):
@@ -377,6 +409,7 @@ class LevelEngine:
                 raise
             raise mismatch from error
         finally:
+            self._is_in_backward = False
             if accumulator is not None:
                 accumulator.stop()
         for model in self._models:
@@ -386,19 +419,23 @@ class LevelEngine:
 
     def _scale(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, after moving gradients of earlier passes to fp32."""
-        if self.scaler is None:
-            self.scaler = LossScaler(self.rule, loss.device)
-            if "loss_scale" in self._saved:
-                self.scaler.load_state_dict(self._saved.pop("loss_scale"))
+        scaler = self._require_scaler(loss.device)
         self._num_passes += 1
         for model in self._models:
             model.clear_grads()
         for entry in self.entries.values():
             entry.step.masters.accumulate_grads()
             entry.num_passes += 1
-        self._update_scale(self.scaler)
-        self.scaler.observe_loss(loss, self._name, self.policy)
-        return self.scaler.scale(loss)
+        self._update_scale(scaler)
+        scaler.observe_loss(loss, self._name, self.policy)
+        return scaler.scale(loss)
+
+    def _require_scaler(self, device: torch.device) -> LossScaler:
+        if self.scaler is None:
+            self.scaler = LossScaler(self.rule, device)
+            if "loss_scale" in self._saved:
+                self.scaler.load_state_dict(self._saved.pop("loss_scale"))
+        return self.scaler
 
     def _name(self, param: Tensor) -> str:
         for model in self._models:
@@ -417,9 +454,10 @@ class LevelEngine:
     def _check(self, optimizer: Optimizer, *, in_place: bool) -> OptimizerEntry:
         """Collect and unscale the gradients of a step, and check if they are finite."""
         entry = self.entry(optimizer)
-        if not entry.num_passes:
-            entry.step.reject_foreign_grads(self._backward_call)
-        if entry.checked is not None or self.scaler is None:
+        if entry.checked is not None:
+            return entry
+        self._check_passes(entry)
+        if self.scaler is None:
             return entry
         step = entry.step
         if self.group is not None and entry.num_passes > 1:
@@ -435,6 +473,28 @@ class LevelEngine:
             culprits = step.nonfinite_params(params, grads, self._name)
         entry.checked = found_inf, culprits
         return entry
+
+    def _check_passes(self, entry: OptimizerEntry) -> None:
+        """Raise if the gradients of a step are not those that `backward` made."""
+        masters = entry.step.masters
+        if not entry.num_passes or self.rule.scales:
+            params = map(masters.model_param, params_of(masters.optimizer))
+            if any(map(self._has_foreign_grad, params)):
+                raise misuse.foreign_gradients(self._backward_call)
+        if entry.num_passes:
+            return
+        gradient = entry.step.first_grad()
+        if gradient is None:
+            return
+        if entry.stepped is not None:
+            reference, version = entry.stepped
+            if reference() is gradient and gradient._version == version:  # noqa: SLF001
+                raise misuse.step_without_backward(
+                    entry.num_attempted, self._backward_call
+                )
+        if self.rule.scales:
+            raise misuse.foreign_gradients(self._backward_call)
+        self._require_scaler(self.device)  # the program assigned them to `.grad`
 
     def _average_sums(self, entry: OptimizerEntry, group: dist.ProcessGroup) -> None:
         """Average the fp32 sums of micro-batches over ranks.
@@ -454,7 +514,8 @@ class LevelEngine:
         Without gradients it only warns.
 
         Raises:
-            RuntimeError: If another backward pass has made the gradients.
+            RuntimeError: If another backward pass has made the gradients, or the last
+                step has used them.
         """
         entry = self._check(optimizer, in_place=False)
         if entry.checked is None or self.scaler is None:
@@ -477,6 +538,9 @@ class LevelEngine:
             step.update(found_inf, on_device=step.skips_on_device)
         finally:
             entry.checked, entry.num_passes = None, 0
+            gradient = step.first_grad()
+            if gradient is not None:
+                entry.stepped = TensorWeakRef(gradient), gradient._version  # noqa: SLF001
             step.clip = step.norm = None
         if self._found_inf is not None:
             found_inf = torch.maximum(self._found_inf, found_inf)
@@ -558,4 +622,7 @@ class LevelEngine:
         """Convert the models' weights back to fp32, and drop the master weights."""
         for model in self._models:
             model.restore()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self._contexts = None
