@@ -91,7 +91,7 @@ TRAIN --epochs many | argument --epochs: 'many' is not a whole number; see halfs
 TRAIN --dtype int8 | dtype='int8' is not\x20
 TRAIN --level O2 --dtype fp32 | level=O2 needs dtype bf16 or fp16; fp32 training is l
 TRAIN --policy apex | policy='apex' is not known; the named
-train --data letters.json --model no-such/model | --model no-such/model: no such folder; as a hub name: not in the cache
+train --data letters.json --model no-such/model | --model no-such/model: no such folder
 train --data nothing.csv | nothing.csv is not there; give a file or a directory that e
 TRAIN --out letters.json/run | --out letters.json/run cannot be written: Not a directo
 train --resume --out nowhere | nowhere holds no run; it has no config.json.
