@@ -196,6 +196,15 @@ def test_a_copy_of_low_weights(copied: Callable[[nn.Module], nn.Module]) -> None
     copied(other)
 
 
+def test_a_copy_of_a_part() -> None:
+    """Law: so does the copy of one of its modules; the model's is silent then."""
+    session = build("O2 bf16")
+    assert isinstance(session.model, nn.Sequential)
+    with warns_here("^the copy of the model holds bf16 weights"):
+        copy.deepcopy(session.model[0])
+    copy.deepcopy(session.model)
+
+
 def test_an_average_of_weights() -> None:
     """Law: the documented average of an O2 model is that of its master weights.
 

@@ -192,6 +192,14 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda s: s["masters"].pop("step"),
         "session state has no 'masters.step'; it holds ['form', 'seed', 'low'].",
     ),
+    "a seed in words": (
+        lambda s: s["masters"].update(seed="two"),
+        "masters.seed of the state is of type str; it must be an int.",
+    ),
+    "no number of skips": (
+        lambda s: s["steps"].update(skipped=None),
+        "steps.skipped of the state is of type NoneType; ",
+    ),
     "half a schedule": (
         lambda s: s.update(schedule={"followed": 3}),
         "session state has no 'schedule.state'; it holds ['followed'].",
@@ -346,6 +354,26 @@ def test_loading_that_raises(form: str, who: str) -> None:
         assert same(*(copy.deepcopy(each.state_dict()) for each in (session, twin)))
         for each in (session, twin):
             go(each)
+
+
+class Writing(torch.optim.lr_scheduler.StepLR):
+    """Writes to the optimizer before it rejects a state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        del state_dict
+        self.optimizer.param_groups[0]["lr"] = 9.0
+        refuse()
+
+
+def test_loading_by_a_schedule_that_writes() -> None:
+    """Law: if a schedule raises, what it has written to the groups is undone too."""
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    session = hs.prepare(model, optimizer, "O2", scheduler=Writing(optimizer, 1))
+    before = copy.deepcopy(session.state_dict())
+    with pytest.raises(ValueError, match="not today"):
+        session.load_state_dict(before)
+    assert same(copy.deepcopy(session.state_dict()), before)
 
 
 def with_outside(kind: str, sizes: tuple[int, int] = (3, 64)) -> tuple[Session, Any]:

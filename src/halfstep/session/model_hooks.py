@@ -45,17 +45,23 @@ def attach(
     stored = f"{choice.format.name} (level {choice.level.name})"
     advice = "copy it before prepare(), and load session.weights() into the copy"
     copy_warning = CopyWarning(choice.format.name, advice, weakref.ref(session))
-    hook = LowStateDictHook(choice.format.name, copy_warning)
+    hook = LowStateDictHook(choice.format.name)
     for each in called_modules(model):
         if choice.level.low_weights and choice.level.autocast:
             error_hook = DtypeErrorHook(stored, device)
             each.register_forward_hook(error_hook, always_call=True)
         if masters:
             each.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+    for module in model.modules() if masters else ():
+        is_scripted = isinstance(module, torch.jit.ScriptModule)  # it takes no hooks
+        own = module.parameters(recurse=False)
+        if not is_scripted and any(is_low(param.dtype) for param in own):
+            # A hook, as what copies a module copies its hooks.
+            module.register_state_dict_post_hook(copy_warning)  # type: ignore[no-untyped-call]
 
 
-class CopyWarning:
-    """Warns once if a model that refers to it is copied with `copy.deepcopy`.
+class CopyWarning(LevelHook):
+    """Warns once if a module that refers to it is copied with `copy.deepcopy`.
 
     Pickling does not warn; in copies and pickles it is inactive. `advice` is what to do
     instead. `is_active` returns a false value once the weights have no masters anymore.
@@ -66,6 +72,9 @@ class CopyWarning:
     ) -> None:
         self._arguments = dtype, advice
         self._is_active = is_active
+
+    def __call__(self, *_: object) -> None:
+        """Do nothing: as a state-dict hook it only belongs to its module."""
 
     def __deepcopy__(self, _: object) -> CopyWarning:
         is_active, self._is_active = self._is_active, None
@@ -87,10 +96,8 @@ class LowStateDictHook(LevelHook):
     In copies and pickles of the model, which have no session, it is inactive.
     """
 
-    def __init__(
-        self, dtype: str, copy_warning: CopyWarning, *, active: bool = True
-    ) -> None:
-        self._arguments = dtype, copy_warning
+    def __init__(self, dtype: str, *, active: bool = True) -> None:
+        self._dtype = dtype
         self._active = active
 
     def __call__(
@@ -106,13 +113,13 @@ class LowStateDictHook(LevelHook):
         if any(isinstance(v, Tensor) and is_low(v.dtype) for v in copies):
             self._active = False
             warn_caller(
-                f"model.state_dict() holds {self._arguments[0]} weights: use "
+                f"model.state_dict() holds {self._dtype} weights: use "
                 "session.weights() for their fp32 values, or session.state_dict() to "
                 "resume training."
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(LowStateDictHook, active=False), self._arguments
+        return functools.partial(LowStateDictHook, active=False), (self._dtype,)
 
 
 def check_external_steps(

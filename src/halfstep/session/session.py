@@ -946,6 +946,8 @@ class Session(Report):
         self._loss_scalers.check(state["scales"])
         self._lr_schedule.check(state["schedule"])
         with contextlib.ExitStack() as undo:
+            for group in self.optimizer.param_groups:  # a schedule may write to it
+                undo.callback(group.update, dict(group))
             self._lr_schedule.load_scheduler(state["schedule"], undo)
             session_state_dict.load_optimizer_and_extra(
                 state, self._unwrapped, self._masters, self.choice, undo

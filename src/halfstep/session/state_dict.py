@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfstep._torch.optimizer_params import params_of
 from halfstep.casting import convert_model
-from halfstep.errors import UserError, warn_caller
+from halfstep.errors import UserError, require_type, warn_caller
 from halfstep.numerics.formats import is_low
 from halfstep.session import fsdp
 
@@ -36,6 +36,8 @@ INNER = {
     "masters": ("form", "seed", "step", "low"),
     "schedule": ("followed", "state"),
 }
+COUNTS = ("attempted", "skipped", "followed", "seed", "step")
+"""Integers among them."""
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """State of torch's optimizers with the shape of the parameter."""
 SCALARS = ("step", "mu_product", "eta", "mu")
@@ -190,6 +192,10 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
         # A session without a schedule saves {}.
         for name in inner if state[key] or key != "schedule" else ():
             _require(state, key, name)
+            if name in COUNTS:
+                value = state[key][name]
+                is_int, what = isinstance(value, int), f"{key}.{name} of the state"
+                require_type(what, value, is_int, "an int")
     _check_weights(state["weights"], stored_tensors(model))
     _check_extra(state, model)
     _check_optimizer(state, model, masters)
