@@ -456,7 +456,7 @@ UPDATES = {
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("update", UPDATES)
 def test_updates_by_hand(trained: Any, update: str, dtype: str) -> None:
-    """Law: a line says that no optimizer was stepped, and inf reaches no weight.
+    """Law: a line says that no optimizer stepped weights, and inf reaches none.
 
     The first loss scale overflows; it decreases, and the weights train as in fp32.
     """
@@ -474,10 +474,61 @@ def test_updates_by_hand(trained: Any, update: str, dtype: str) -> None:
     assert after == pytest.approx(float(plain.stdout.split()[1]), rel=0.1)
     assert after < before / 3
     *lines, note, _ = ours.stderr.splitlines()
-    assert note.startswith("halfstep: no optimizer was stepped: ")
+    assert note.startswith("halfstep: weights got gradients, and no optimizer stepped")
     assert ("run in bf16" in note) == (dtype == "fp16")
+    is_functional = update in ("autograd.grad", "torch.func")
+    assert ("scale no loss" in note) == (dtype == "fp16" and is_functional)
     has_overflow = dtype == "fp16" and update in ("in place", "data")
     assert sum("they are 0 in `.grad`" in line for line in lines) == has_overflow
+
+
+BESIDE_AN_OPTIMIZER = {
+    "a second model by hand": """
+        other = nn.Linear(16, 1)
+        for step in range(12):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            other.zero_grad()
+            (other(x) * 300).square().mean().backward()
+            assert all(p.grad.isfinite().all() for p in other.parameters())
+    """,
+    "an optimizer that is not used": "F.cross_entropy(model(x), y).backward()",
+    "a part of the weights": """
+        optimizer = torch.optim.AdamW(model[-1].parameters(), 0.01)
+        for step in range(12):
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) * 100).backward()
+            optimizer.step()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+    """,
+    "input gradients": """
+        model.requires_grad_(False)
+        x.requires_grad_(True)
+        torch.autograd.grad(model(x).sum(), x)
+        model(x).square().sum().backward()
+        assert x.grad.count_nonzero()
+    """,
+    "a pass before the optimizer": """
+        del optimizer
+        F.cross_entropy(model(x), y).backward()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        optimizer.step()
+    """,
+}
+
+
+@pytest.mark.parametrize("program", BESIDE_AN_OPTIMIZER)
+def test_weights_outside_optimizers(trained: Any, program: str) -> None:
+    """Law: their overflow leaves zeros and a line; others' gradients have no line."""
+    done = trained(BEGIN + textwrap.dedent(BESIDE_AN_OPTIMIZER[program]), "fp16")
+    assert done.returncode == 0, done.stderr
+    lines = [text for text in done.stderr.splitlines() if text.startswith("halfstep: ")]
+    overflows = program in ("a second model by hand", "a part of the weights")
+    assert ("they are 0 in `.grad`" in lines[0]) == overflows
+    has_note = program in ("a second model by hand", "an optimizer that is not used")
+    assert ("no optimizer stepped them" in done.stderr) == has_note
+    assert len(lines) == 1 + overflows + has_note
 
 
 def test_a_module_of_a_package(launch: Any, tmp_path: Path) -> None:

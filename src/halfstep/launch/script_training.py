@@ -5,8 +5,8 @@ are scaled, and gradients unscaled before they reach `.grad`. A step with non-fi
 gradients is skipped, and so is its scheduler's step.
 
 Patched for the life of the process: `nn.Module.__call__`, `torch.autograd.backward` and
-`grad`, `Tensor.register_hook`, `Optimizer.profile_hook_step` (torch's wrapper of every
-optimizer's step), `step` of the schedulers, `autocast.__enter__` and
+`grad`, `Tensor.register_hook`, `Optimizer.__init__` and `profile_hook_step` (torch's
+wrapper of every optimizer's step), `step` of the schedulers, `autocast.__enter__` and
 `GradScaler.__init__`. A script with mixed precision of its own is left alone.
 """
 
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from halfstep._torch.optimizer_params import name_of, named_parameters
+from halfstep._torch.optimizer_params import name_of, named_parameters, params_of
 from halfstep.launch import PID_VARIABLE, print_line
 from halfstep.launch.scaled_backward import (
     OverflowFlags,
@@ -45,7 +45,7 @@ from halfstep.launch.scaled_backward import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from halfstep.casting.autocast_mode import Autocast, PolicyAutocast
     from halfstep.numerics.formats import FloatFormat
@@ -56,10 +56,10 @@ Function = Callable[..., Any]
 _LOW_DTYPES = (torch.bfloat16, torch.float16)
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 _BY_HAND = {
-    "bf16": "if the script updates weights by hand, no update with inf or NaN is "
+    "bf16": "If the script updates them by hand, no update with inf or NaN is "
     "skipped: check for them, or step an optimizer of torch.optim.",
-    "fp16": "if the script updates weights by hand, run in bf16 or step an optimizer "
-    "of torch.optim: torch.autograd.grad and torch.func scale no loss.",
+    "fp16": "If the script updates them by hand, run in bf16 or step an optimizer "
+    "of torch.optim.",
 }
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
@@ -73,6 +73,7 @@ def install(dtype: str) -> None:
         (torch.autograd, "backward", training.wrap_backward),
         (torch.autograd, "grad", training.wrap_grad),
         (Tensor, "register_hook", wrap_register_hook),
+        (Optimizer, "__init__", training.wrap_optimizer_init),
         (Optimizer, "profile_hook_step", training.wrap_profile_hook_step),
         (LRScheduler, "__init__", training.wrap_scheduler_init),
         (torch.autocast, "__enter__", training.wrap_autocast_enter),
@@ -132,8 +133,14 @@ class ScriptTraining:
         self._overflow_flags = OverflowFlags()
         self._is_first_rank = True
         """Set at the first module call, as the process group may be gone at exit."""
-        self._has_backward = self._has_optimizer = False
-        """Whether a backward pass has run, and an optimizer of torch.optim was made."""
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._has_optimizer = self._has_functional_grads = False
+        """Whether an optimizer of torch.optim was made, and `autograd.grad` or
+        torch.func differentiated by weights."""
+        self._stepped_ids: set[int] = set()
+        """id() of parameters of optimizers that stepped."""
+        self._unstepped: list[set[int]] = []
+        """id() of the parameters of passes none of whose parameters was stepped."""
         self._has_reported_zeros = False
         self._found_inf: bool | None = None
         """Whether any step since the last backward pass overflowed; None: no step."""
@@ -304,7 +311,16 @@ class ScriptTraining:
 
     def wrap_grad(self, original: Function) -> Function:
         """Wrap `torch.autograd.grad`: runs it outside the policy, without scaling."""
-        return lambda *args, **kwargs: self._run_backward(original, *args, **kwargs)
+
+        def grad(outputs: object, inputs: object, *args: object, **kwargs: Any) -> Any:  # noqa: ANN401
+            in_func = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+            inputs = listed(inputs)  # once: it may be a generator
+            has_params = any(isinstance(each, nn.Parameter) for each in inputs)
+            if self._contexts and (in_func or has_params):
+                self._has_functional_grads = True
+            return self._run_backward(original, outputs, inputs, *args, **kwargs)
+
+        return grad
 
     def _run_backward(
         self, original: Function, *args: object, **kwargs: object
@@ -312,7 +328,6 @@ class ScriptTraining:
         """Run a backward pass outside the policy; recomputations in it restore it."""
         if self._is_off or not self._contexts:
             return original(*args, **kwargs)
-        self._has_backward = True
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._inside(backward=True))
             for device_type in self._contexts:
@@ -354,6 +369,8 @@ class ScriptTraining:
                     scaler.observe_loss(root, lambda p: name_of(p, self._steps_of))
             if not scaler.rule.scales:
                 self._run_backward(original, roots, grad_tensors, *args, **kwargs)
+                if not (any(self._all_steps) or self._unstepped):  # a walk takes time
+                    self._note_pass(node.variable for node in leaf_nodes(roots))
                 return
             with_grad = {id(leaf) for leaf in leaves if leaf.grad is not None}
             scale = scaler.state.scale.item()
@@ -365,37 +382,66 @@ class ScriptTraining:
             reached = [leaf for leaf in leaves if leaf.grad is not None]
             # Before the script clips by value, which would make an inf finite.
             found_inf = find_inf([leaf.grad for leaf in reached])
-            if self._has_optimizer:
+            self._note_pass(reached)
+            by_hand, has_steps = self._outside_optimizers(reached)
+            if has_steps:
                 self._overflow_flags.add(reached, with_grad, found_inf)
-            else:
-                self._end_pass_by_hand(reached, has_overflow=bool(found_inf))
+            else:  # the pass counts as a step
+                self._found_inf = bool(self._found_inf) or bool(found_inf)
+            if by_hand and found_inf:
+                self._zero_by_hand(by_hand)
 
         return backward
 
+    def _note_pass(self, leaves: Iterable[Tensor]) -> None:
+        """Note the parameters that a pass reached, if none of them was stepped."""
+        ids = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)}
+        if ids and ids.isdisjoint(self._stepped_ids.union(*self._unstepped)):
+            self._unstepped.append(ids)
+
+    def _outside_optimizers(self, leaves: list[Tensor]) -> tuple[list[Tensor], bool]:
+        """Return (parameters of no optimizer, whether an optimizer may have a leaf).
+
+        Wrappers such as FSDP put other parameters than the graph's into the optimizer.
+        """
+        if self._has_optimizer and dist.is_available() and dist.is_initialized():
+            return [], True
+        owned = {id(p) for each in tuple(self._optimizers) for p in params_of(each)}
+        params = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+        by_hand: list[Tensor] = [param for param in params if id(param) not in owned]
+        all_by_hand = 0 < len(by_hand) == len(params)
+        return by_hand, self._has_optimizer and not all_by_hand
+
     @torch.no_grad()
-    def _end_pass_by_hand(self, leaves: list[Tensor], *, has_overflow: bool) -> None:
-        """Count a pass as a step, for a script that has made no optimizer.
+    def _zero_by_hand(self, params: list[Tensor]) -> None:
+        """Zero overflowed gradients of parameters that are in no optimizer.
 
         Why zeros: there is no step to skip, and inf would reach the weights.
         """
         from halfstep.scaling.step_report import find_nonfinite_params
 
-        self._found_inf = bool(self._found_inf) or has_overflow
-        if not has_overflow:
-            return
-        grads = [(name_of(p, ()), p.grad) for p in leaves if p.grad is not None]
+        grads = [(name_of(p, ()), p.grad) for p in params if p.grad is not None]
         self._culprits = find_nonfinite_params(grads)
         for _, gradient in grads:
             gradient.zero_()
         if not self._has_reported_zeros and self._is_first_rank:
             print_line(
-                "no optimizer was stepped: gradients overflowed, so they are 0 in "
-                "`.grad`, as for a skipped step. If the script updates weights by "
-                "hand, run in bf16 or step an optimizer of torch.optim."
+                "gradients overflowed for weights that are in no optimizer of "
+                "torch.optim, so they are 0 in `.grad`, as for a skipped step. "
+                + _BY_HAND["fp16"]
             )
         self._has_reported_zeros = True
 
     # Steps
+
+    def wrap_optimizer_init(self, original: Function) -> Function:
+        """Wrap `Optimizer.__init__`, to know which parameters have an optimizer."""
+
+        def init(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
+            original(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+
+        return init
 
     def wrap_profile_hook_step(self, original: Function) -> Function:
         """Wrap torch's wrapper of a class's `step`, called for its first optimizer."""
@@ -475,6 +521,10 @@ class ScriptTraining:
     def _count(self, optimizer: Optimizer, *, skipped: bool) -> None:
         for counts in (self._steps_of.setdefault(optimizer, [0, 0]), self._all_steps):
             counts[skipped] += 1
+        ids = set(map(id, params_of(optimizer)))
+        if not ids <= self._stepped_ids:
+            self._stepped_ids |= ids
+            self._unstepped = [each for each in self._unstepped if not each & ids]
 
     def _update_scale(self, leaves: Sequence[Tensor]) -> None:
         """Update the loss scale from the overflows since the last pass.
@@ -557,8 +607,12 @@ class ScriptTraining:
         precision, bits = f"O1 {self._format}", "16-bit "
         if self._are_float64 == {True}:
             precision, bits = "the weights are float64, which no level casts", ""
-        if self._has_backward and not any(self._all_steps):
-            print_line(f"no optimizer was stepped: {_BY_HAND[self._format.name]}")
+        is_unstepped = self._has_functional_grads and not any(self._all_steps)
+        if self._unstepped or is_unstepped:
+            text = _BY_HAND[self._format.name]
+            if self._has_functional_grads and self._format.name == "fp16":
+                text += " torch.autograd.grad and torch.func scale no loss."
+            print_line(f"weights got gradients, and no optimizer stepped them. {text}")
         print_line(f"{precision}: {steps}; {bits}forward passes took {seconds}.")
 
 

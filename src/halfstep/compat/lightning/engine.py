@@ -284,8 +284,8 @@ class LevelEngine:
             return
         is_trained = param.requires_grad
         param.requires_grad = True  # a frozen one may be unfrozen later
-        hook = param.register_post_accumulate_grad_hook(self._record_foreign_grad)
-        self._hooks.append(hook)
+        register = param.register_post_accumulate_grad_hook
+        self._hooks.append(register(self._record_foreign_grad))  # type: ignore[no-untyped-call]
         param.requires_grad = is_trained
 
     def _record_foreign_grad(self, param: Tensor) -> None:
