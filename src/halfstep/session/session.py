@@ -163,6 +163,8 @@ class Session(Report):
         self._num_attempted = 0
         self._num_skipped = torch.zeros((), device=self._device)
         self._window = AccumulationWindow(accumulate)
+        self._grad_mode = torch.is_grad_enabled()
+        """At the start of the last call of `backward`, `step` or `flush`."""
         self._step_end: StepEnd | None = None
         """Of a step whose update has begun, until the step has ended."""
         model_hooks.check_external_steps(self._masters, self.scaler, self._window)
@@ -224,11 +226,10 @@ class Session(Report):
                 for `retain_graph` under DDP, which averages once a forward pass.
             DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
         """
-        grad_mode = torch.is_grad_enabled()
         try:
             self._backward(loss, name, retain=retain_graph)
         except BaseException as error:
-            self._end_failed_call(error, grad_mode=grad_mode)
+            self._end_failed_call(error)
             mismatch = dtype_mismatch.explain(error)
             if mismatch is not None:
                 raise mismatch from error
@@ -236,6 +237,7 @@ class Session(Report):
 
     def _backward(self, loss: Tensor, name: str, *, retain: bool) -> None:
         """Check a loss, run its backward pass, and record it in the window."""
+        self._grad_mode = torch.is_grad_enabled()
         is_tensor = isinstance(loss, Tensor)
         if not is_tensor:
             expected = "a Tensor with its graph, as the loss function returns it"
@@ -280,7 +282,7 @@ class Session(Report):
         if note:
             _logger.warning(note)
 
-    def _end_failed_call(self, error: BaseException, *, grad_mode: bool) -> None:
+    def _end_failed_call(self, error: BaseException) -> None:
         """Leave no part of a window behind a call of `backward` or `step` that raised.
 
         A call that is refused before it changes anything leaves the window as it was.
@@ -290,7 +292,8 @@ class Session(Report):
         Ctrl-C may come between any two instructions. Errors that the program catches
         and repairs are `Exception`s, after which a loss may still wait for its step.
         """
-        torch.set_grad_enabled(grad_mode)  # an interrupted `no_grad` leaves it off
+        # An interrupted `no_grad` may have left it off.
+        torch.set_grad_enabled(self._grad_mode)
         window, in_backward = self._window, self._in_backward
         self._masters.stepping = False
         if self._step_end is not None:
@@ -546,11 +549,10 @@ class Session(Report):
             RuntimeError: If there was no backward pass, or it left no gradient.
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
-        grad_mode = torch.is_grad_enabled()
         try:
             return self._step(is_flush=False)
         except BaseException as error:
-            self._end_failed_call(error, grad_mode=grad_mode)
+            self._end_failed_call(error)
             raise
 
     def flush(self) -> StepReport:
@@ -559,15 +561,15 @@ class Session(Report):
         For the end of an epoch. The step uses the mean of the micro-batches so far.
         Without any, nothing happens, and the report is not complete.
         """
-        grad_mode = torch.is_grad_enabled()
         try:
             return self._step(is_flush=True)
         except BaseException as error:
-            self._end_failed_call(error, grad_mode=grad_mode)
+            self._end_failed_call(error)
             raise
 
     def _step(self, *, is_flush: bool) -> StepReport:
         """Count a micro-batch, if there is one, and update after the last of a step."""
+        self._grad_mode = torch.is_grad_enabled()
         window = self._window
         self._masters.add_new_params()  # may refuse, and nothing is counted yet
         is_complete = is_flush and window.num_done > 0
