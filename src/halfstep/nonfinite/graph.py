@@ -207,9 +207,13 @@ class _PythonCalledError(Exception):
     """Reading the saved value would run a hook."""
 
 
-def _refuse(_frame: FrameType, event: str, _argument: object) -> None:
+def _refuse(frame: FrameType, event: str, _argument: object) -> None:
+    """Stop the first Python call of a read."""
     if event == "call":
-        raise _PythonCalledError
+        caller = frame.f_back
+        if caller is not None and caller.f_code is _read_without_hooks.__code__:
+            raise _PythonCalledError
+        sys.setprofile(None)  # an interrupt came before the profiler was restored
 
 
 def _read_without_hooks(read: Callable[[], Any]) -> Any:  # noqa: ANN401
