@@ -303,7 +303,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "an empty directory": (
         "",
         lambda path: (shutil.rmtree(path), path.mkdir()),
-        "has no file .metadata, which is written last.",
+        "or only in part: it has no file manifest.json.",
     ),
 }
 
