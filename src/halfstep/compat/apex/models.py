@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
-from halfstep.compat.apex.state import AmpError, reject
+from halfstep.compat.apex.state import AmpError
 from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def check(models: Sequence[nn.Module], *, fp32: bool) -> None:
         buffers = [("buffer", *pair) for pair in model.named_buffers()]
         for kind, name, tensor in parameters + buffers:
             if is_low(tensor.dtype):
-                reject(
+                raise AmpError(
                     f"found {kind} {name} with dtype {tensor.dtype}, expected "
                     "torch.float32: do not call .half() on a model before "
                     "amp.initialize, at any opt_level."
