@@ -525,10 +525,10 @@ WITHOUT_EFFECT = {
     "op:sofmax=fp32": "matches no operation; did you mean 'op:softmax=fp32'?",
     "op:aten::sofmax.int=low": "matches no operation; did you mean "
     "'op:aten::softmax.int=low'?",
-    "op:/zzz+/=low": "matches no operation; write aten's name, as in 'op:softmax', or "
-    "'op:library::name'.",
-    "op:relu_=low": "matches only operations that write in place, return views or take "
-    "no tensor, and those cannot be cast: name others.",
+    "op:/zzz+/=low": "matches no operation; write aten's name of one that can be cast, "
+    "as in 'op:softmax', or 'op:library::name'.",
+    "op:relu_=low": "matches no operation; write aten's name of one that can be cast, "
+    "as in 'op:softmax', or 'op:library::name'.",
 }
 
 
