@@ -93,6 +93,7 @@ def assert_same(ours: dict[str, Any], twins: dict[str, Any]) -> None:
 
 
 ALL = (FP16, BF16, FP32)
+ONE = torch.ones(1)
 
 
 @given(tensors())
@@ -220,31 +221,20 @@ def test_underflow_and_headroom() -> None:
     assert measure(torch.tensor([65504.0])).headroom("fp16", 2.0) == -1
 
 
-REFUSED: dict[str, Callable[[], object]] = {
-    "a tensor of torch.int64 has no statistics; give one of float16, bfloat16, float32 "
-    "or float64.": lambda: measure(torch.arange(3)),
-    "a cast to fp16 was not measured, only bf16: measure(tensor, casts=(FP16,)).": (
-        lambda: measure(torch.ones(1), ("bf16",)).cast("fp16")
-    ),
-    "dtype='fp8' is not a format; choose one of fp32, bf16, fp16.": (
-        lambda: measure(torch.ones(1), ("fp8",))
-    ),
-    "scale=3.0 must be a power of two above 0.": (
-        lambda: measure(torch.ones(1)).underflow("fp16", 3.0)
-    ),
-    "scale=0.0 must be above 0 and finite.": (
-        lambda: measure(torch.ones(1)).headroom("fp16", 0.0)
-    ),
-}
-
-
-@pytest.mark.parametrize("text", REFUSED)
-def test_refused(text: str) -> None:
-    """Law: what cannot be measured is refused, with what would be right."""
-    with pytest.raises(UserError) as caught:
-        REFUSED[text]()
-    assert str(caught.value) == text
-    assert len(text.split()) <= 35
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("torch.int64 has no statistics", lambda: measure(torch.arange(3))),
+        ("a cast to fp16 .* only bf16", lambda: measure(ONE, ("bf16",)).cast("fp16")),
+        ("dtype='fp8' is not a format", lambda: measure(ONE, ("fp8",))),
+        ("scale=3.0 must be a power of", lambda: measure(ONE).underflow("fp16", 3.0)),
+        ("scale=0.0 must be above 0", lambda: measure(ONE).headroom("fp16", 0.0)),
+    ],
+)
+def test_rejected(text: str, call: Callable[[], object]) -> None:
+    """Law: what cannot be measured is rejected, with what would be right."""
+    with pytest.raises(UserError, match=text):
+        call()
 
 
 @given(tensors())

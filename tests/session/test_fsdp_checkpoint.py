@@ -144,8 +144,8 @@ def refused(word: str) -> dict[str, Any]:
 
 
 WORDS = {
-    "another model": "weight 'bias': the state holds nothing, the session torch.float32 "
-    "(3,); build model and optimizer as they were saved.",
+    "another model": "weight 'bias': the state holds nothing, the session "
+    "torch.float32 (3,); build model and optimizer as they were saved.",
     "as a Stateful": "the state was saved with moments of 7 parameters, and holds "
     "those of 0. With torch.distributed.checkpoint, save and load "
     "halfstep.sharded.Stateful(session).",
