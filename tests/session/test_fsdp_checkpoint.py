@@ -148,7 +148,7 @@ WORDS = {
     "torch.float32 (3,); build model and optimizer as they were saved.",
     "as a Stateful": "the state was saved with moments of 7 parameters, and holds "
     "those of 0. With torch.distributed.checkpoint, save and load "
-    "halfstep.sharded.Stateful(session).",
+    "halfstep.fsdp.Stateful(session).",
 }
 _two: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"saves {run}": partial(saves, *run) for run in SHARDED},

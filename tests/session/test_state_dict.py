@@ -403,7 +403,7 @@ def test_parameters_outside_the_model(kind: str, tmp_path: Path) -> None:
         train_outside(session, outside, step)
     state = copy.deepcopy(session.state_dict())
     assert ("14 of the optimizer" in state["masters"]["low"]) == ("kahan" in kind)
-    hs.sharded.save(session, tmp_path / "shards")
+    hs.fsdp.save(session, tmp_path / "shards")
     rest = copy.deepcopy(state)
     single.save(tmp_path / "one", rest.pop("weights"), rest, {})
     train_outside(session, outside, 3)
@@ -411,7 +411,7 @@ def test_parameters_outside_the_model(kind: str, tmp_path: Path) -> None:
     for load in (
         lambda: other.load_state_dict(state),
         lambda: other.load_state_dict(one.state | {"weights": one.weights}),
-        lambda: hs.sharded.load(other, tmp_path / "shards"),
+        lambda: hs.fsdp.load(other, tmp_path / "shards"),
     ):
         load()
         assert same(other.state_dict(), state)

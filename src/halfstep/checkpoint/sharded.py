@@ -238,7 +238,7 @@ def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> Non
 
 def _refuse_foreign(directory: Path, what: str) -> NoReturn:
     raise CheckpointError(
-        f"{directory} was not written by halfstep.sharded.save, or only in part: it "
+        f"{directory} was not written by halfstep.fsdp.save, or only in part: it "
         f"has no {what}."
     )
 

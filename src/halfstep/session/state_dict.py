@@ -275,7 +275,7 @@ def _check_optimizer(
         raise UserError(
             f"the state was saved with moments of {state['moments']} parameters, and "
             f"holds those of {len(saved['state'])}. With torch.distributed.checkpoint,"
-            " save and load halfstep.sharded.Stateful(session)."
+            " save and load halfstep.fsdp.Stateful(session)."
         )
     for number, param in _numbered(saved, own):
         for key, value in saved["state"].get(number, {}).items():
