@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import halfstep
-from halfstep import checkpoint, machine, policy, scaler, testing
+from halfstep import checkpoint, fsdp, machine, policy, scaling, testing
 
 API = Path(__file__).parents[1] / "docs" / "api"
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+)$", re.MULTILINE)
@@ -41,7 +41,7 @@ def test_every_public_name_is_documented() -> None:
         if not inspect.ismodule(getattr(halfstep, name))
         and not any(getattr(halfstep, name) is value for value in values)
     ]
-    for module in (checkpoint, machine, policy, scaler, testing):
+    for module in (checkpoint, fsdp, machine, policy, scaling, testing):
         public = getattr(module, "__all__", None) or [
             name
             for name, value in vars(module).items()

@@ -111,8 +111,8 @@ OTHERS = {
     *("promote", "rewrite", "use_fast_dropout"),
     *("checkpoint.read_manifest", "checkpoint.save", "machine.keep_memory"),
     "machine.gemm_rates",
-    *("scaler.advance", "scaler.unscale_", "sharded.fsdp_policy", "sharded.load"),
-    *("sharded.full_tensors", "sharded.save"),
+    *("scaling.advance", "scaling.unscale_", "fsdp.fsdp_policy", "fsdp.load"),
+    *("fsdp.full_tensors", "fsdp.save"),
 }
 """They return None, what they were given, or values of Python and torch."""
 
@@ -137,7 +137,7 @@ class Tags(HTMLParser):
 def test_every_function_is_listed() -> None:
     """Law: what a new public function returns is judged here, or is not ours."""
     listed = {name for name in hs.__all__ if inspect.isfunction(getattr(hs, name))}
-    for name in ("checkpoint", "machine", "policy", "scaler", "sharded"):
+    for name in ("checkpoint", "machine", "policy", "scaling", "fsdp"):
         module = getattr(hs, name)
         public = ((each, getattr(module, each)) for each in module.__all__)
         listed |= {

@@ -22,7 +22,7 @@ targets = inputs.sin().sum(-1, keepdim=True) / 4
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
-policy = hs.sharded.fsdp_policy("O2", "bf16")
+policy = hs.fsdp.fsdp_policy("O2", "bf16")
 fully_shard(model, mesh=mesh, mp_policy=policy)
 optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
 session = hs.prepare(model, optimizer, level="O2", dtype="bf16")

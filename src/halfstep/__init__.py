@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from halfstep import checkpoint, machine, policy
-    from halfstep import scaling as scaler
+    from halfstep import checkpoint, machine, policy, scaling
     from halfstep.casting.autocast_mode import autocast
     from halfstep.casting.custom_functions import (
         custom_bwd,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from halfstep.scaling.grad_scaler import GradScaler
     from halfstep.scaling.per_pass import Retry
     from halfstep.scaling.step_report import StepReport
-    from halfstep.session import fsdp_checkpoint as sharded
+    from halfstep.session import fsdp_checkpoint as fsdp
     from halfstep.session.factory import prepare
     from halfstep.session.session import Session
 
@@ -79,11 +78,11 @@ _MODULE_OF_NAME = {
 _MODULES = {
     "checkpoint": "checkpoint",
     "formats": "numerics.formats",
+    "fsdp": "session.fsdp_checkpoint",
     "levels": "policy.levels",
     "machine": "machine",
     "policy": "policy",
-    "scaler": "scaling",
-    "sharded": "session.fsdp_checkpoint",
+    "scaling": "scaling",
 }
 
 __all__ = [
@@ -110,6 +109,7 @@ __all__ = [
     "diagnose",
     "find_nonfinite",
     "formats",
+    "fsdp",
     "full_precision",
     "levels",
     "low_precision",
@@ -119,8 +119,7 @@ __all__ = [
     "prepare",
     "promote",
     "rewrite",
-    "scaler",
-    "sharded",
+    "scaling",
     "use_fast_dropout",
 ]
 

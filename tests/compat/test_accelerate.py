@@ -269,7 +269,6 @@ def _refusals() -> dict[str, tuple[Callable[[Accelerator], object], str]]:
         "by value": (lambda a: a.clip_grad_value_([], 1.0), "clip_grad_norm_"),
         "unscale": (lambda a: a.unscale_gradients(), "session.grads()"),
         "closure": (lambda a: prepared(a)[1].step(lambda: None), "closure"),
-        "zeros": (lambda a: prepared(a)[1].zero_grad(set_to_none=False), "set_to_none"),
         "kwargs": (
             lambda a: (prepared(a), a.backward(torch.ones(()), retain_graph=True)),
             "retain_graph",

@@ -124,14 +124,6 @@ def test_cast_model_outputs(level: str, dtype: torch.dtype) -> None:
 Pair = namedtuple("Pair", "one other")  # noqa: PYI024 -- an untyped one, on purpose
 
 
-class Batch:
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-
-    def to(self, dtype: torch.dtype) -> "Batch":
-        return Batch(self.values.to(dtype))
-
-
 class Mirror(nn.Module):
     seen: Any
 
@@ -144,25 +136,22 @@ def test_nested_values_are_cast() -> None:
     """Law: tensors come in 16 bits and go out in fp32, however they are nested."""
     model = amp.initialize(Mirror(), opt_level="O2", verbosity=0)
     x, count = torch.ones(2), torch.ones(2, dtype=torch.int64)
-    out = model([x, (x, "word")], Pair(x, count), Batch(x), 1, named={"key": x})
-    (pairs, pair, batch, number), named = model.seen
-    half = [pairs[0], pairs[1][0], pair.one, batch.values, named["named"]["key"]]
+    out = model([x, (x, "word")], Pair(x, count), 1, named={"key": x.double()})
+    (pairs, pair, number), named = model.seen
+    half = [pairs[0], pairs[1][0], pair.one, named["named"]["key"]]
     assert {t.dtype for t in half} == {torch.float16}
     assert (pairs[1][1], number, pair.other.dtype) == ("word", 1, torch.int64)
     assert type(pair) is Pair
-    assert out[0][1][0].dtype == out[1].one.dtype == out[2].values.dtype
-    assert out[2].values.dtype == torch.float32
+    assert out[0][1][0].dtype == out[1].one.dtype == torch.float32
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "digit": ({"opt_level": "02"}, "the prefix O is the letter O"),
-    "small": ({"opt_level": "o2"}, "opt_level='o2' is spelt 'O2'"),
-    "level": ({"opt_level": "O4"}, "opt_level='O4' is not a level; choose one of O0"),
+    "level": ({"opt_level": "02"}, "opt_level='02' is not a level"),
     "number": ({"opt_level": 1}, "opt_level=1 is not a level"),
-    "O1 cast": ({"opt_level": "O1", "cast_model_type": torch.half}, "inserts casts"),
-    "O1 norm": ({"opt_level": "O1", "keep_batchnorm_fp32": True}, "should be None"),
-    "O1 masters": ({"opt_level": "O1", "master_weights": True}, "makes no sense"),
-    "patch": ({"patch_torch_functions": True}, "only patched by opt_level='O1'"),
+    "O1 cast": ({"opt_level": "O1", "cast_model_type": torch.half}, "torch.float16"),
+    "O1 norm": ({"opt_level": "O1", "keep_batchnorm_fp32": "True"}, "keep.*=True"),
+    "O1 masters": ({"opt_level": "O1", "master_weights": True}, "master_weights=True"),
+    "patch": ({"patch_torch_functions": True}, "patch_torch_functions=True"),
     "scale": ({"loss_scale": "big"}, "loss_scale='big' must be 'dynamic' or a"),
     "no scale": ({"loss_scale": -1}, "loss_scale=-1 must be"),
     "norm": ({"keep_batchnorm_fp32": "yes"}, "keep_batchnorm_fp32='yes' must be"),
@@ -180,17 +169,6 @@ def test_refused(case: str) -> None:
         start(**kwargs)
     assert len(str(caught.value).split()) <= 35
     assert STATE.opt_properties is None
-
-
-@pytest.mark.parametrize("case", ["O1 cast", "O1 norm", "O1 masters", "patch"])
-def test_hard_override(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: hard_override prints what would be refused, and goes on."""
-    STATE.hard_override = True
-    kwargs, text = REFUSED[case]
-    start(verbosity=1, **kwargs)
-    out = capsys.readouterr().out
-    assert "Warning:" in out
-    assert text in out
 
 
 @pytest.mark.parametrize("kind", ["param", "buffer"])
@@ -259,40 +237,10 @@ def test_copies_and_pickles(level: str) -> None:
         assert not torch.equal(twin.state_dict()["conv.bias"], net.conv.bias)
 
 
-def test_deactivate() -> None:
-    """Law: a program may end O1's casts by apex's name."""
-    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
-    assert STATE.handle.is_active()
-    STATE.handle._deactivate()
-    assert not STATE.handle.is_active()
-
-
-SAID = """\
-Selected optimization level O3:  Pure FP16 training.
-Defaults for this optimization level are:
-enabled                : True
-opt_level              : O3
-cast_model_type        : torch.float16
-patch_torch_functions  : False
-keep_batchnorm_fp32    : False
-master_weights         : False
-loss_scale             : 1.0
-Processing user overrides (additional kwargs that are not None)...
-After processing overrides, optimization options are:
-enabled                : True
-opt_level              : O3
-cast_model_type        : torch.float16
-patch_torch_functions  : False
-keep_batchnorm_fp32    : False
-master_weights         : False
-loss_scale             : 8.0
-"""
-
-
-def test_says_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: verbosity 1 prints what apex did, to the letter; 0 nothing."""
-    start("O3", verbosity=1, loss_scale=8)
-    assert capsys.readouterr().out == SAID
+def test_verbosity(capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: verbosity 1 prints the level in apex's words; 0 nothing."""
+    start("O3", verbosity=1)
+    assert capsys.readouterr().out == "Selected optimization level O3\n"
     start("O3", verbosity=0)
     assert capsys.readouterr().out == ""
 

@@ -191,6 +191,6 @@ def test_a_weight_twice_in_its_group(
     (moments,) = state["optimizer"]["state"].values() or [{}]
     separate = [value for value in moments.values() if value is not None]
     assert len(first_moments) == sum(value.dim() > 0 for value in separate)
-    hs.sharded.save(session, tmp_path / "at")
-    hs.sharded.load(session, tmp_path / "at")
+    hs.fsdp.save(session, tmp_path / "at")
+    hs.fsdp.load(session, tmp_path / "at")
     assert same(session.state_dict(), state)

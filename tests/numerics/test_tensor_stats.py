@@ -1,6 +1,5 @@
 """Statistics of tensors, against a numpy float64 twin on the worst that there is."""
 
-import functools
 import json
 import math
 from collections.abc import Callable
@@ -11,7 +10,6 @@ import pytest
 import torch
 from bit_patterns import EDGES, HUGE, WIDTHS, Wide, tensors, wide_of
 from hypothesis import given
-from hypothesis import strategies as st
 from no_waiting import NoWaiting
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from halfstep._torch import async_read
 from halfstep.errors import UserError
 from halfstep.numerics import tensor_counts
 from halfstep.numerics.formats import BF16, FP16, FP32, FloatFormat
-from halfstep.numerics.tensor_stats import TensorStats, measure
+from halfstep.numerics.tensor_stats import measure
 from halfstep.numerics.tensor_summary import TensorSummary
 
 # The twin
@@ -95,6 +93,7 @@ def assert_same(ours: dict[str, Any], twins: dict[str, Any]) -> None:
 
 
 ALL = (FP16, BF16, FP32)
+ONE = torch.ones(1)
 
 
 @given(tensors())
@@ -153,12 +152,11 @@ def test_without_bincount(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_nothing_waits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: neither measuring nor merging reads a number; the first property does."""
+    """Law: measuring reads no number; the first property does."""
     monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
     with NoWaiting():  # type: ignore[no-untyped-call]
         stats = measure(torch.randn(50).to(dtype))
-        both = stats.merge(stats)
-    assert both.count == 100
+    assert stats.count == 50
 
 
 def test_the_tensor_stays() -> None:
@@ -223,50 +221,20 @@ def test_underflow_and_headroom() -> None:
     assert measure(torch.tensor([65504.0])).headroom("fp16", 2.0) == -1
 
 
-REFUSED: dict[str, Callable[[], object]] = {
-    "a tensor of torch.int64 has no statistics; give one of float16, bfloat16, float32 "
-    "or float64.": lambda: measure(torch.arange(3)),
-    "a cast to fp16 was not measured, only bf16: measure(tensor, casts=(FP16,)).": (
-        lambda: measure(torch.ones(1), ("bf16",)).cast("fp16")
-    ),
-    "dtype='fp8' is not a format; choose one of fp32, bf16, fp16.": (
-        lambda: measure(torch.ones(1), ("fp8",))
-    ),
-    "statistics of float32 (casts: fp16, bf16) do not merge with those of float16 "
-    "(casts: none): measure both alike.": (
-        lambda: measure(torch.ones(1)).merge(measure(torch.ones(1).half(), ()))
-    ),
-    "scale=3.0 must be a power of two above 0.": (
-        lambda: measure(torch.ones(1)).underflow("fp16", 3.0)
-    ),
-    "scale=0.0 must be above 0 and finite.": (
-        lambda: measure(torch.ones(1)).headroom("fp16", 0.0)
-    ),
-}
-
-
-@pytest.mark.parametrize("text", REFUSED)
-def test_refused(text: str) -> None:
-    """Law: what cannot be measured is refused, with what would be right."""
-    with pytest.raises(UserError) as caught:
-        REFUSED[text]()
-    assert str(caught.value) == text
-    assert len(text.split()) <= 35
-
-
-# Together
-
-
-@given(
-    st.sampled_from(list(WIDTHS)).flatmap(
-        lambda d: st.lists(tensors(d), min_size=1, max_size=4)
-    )
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("torch.int64 has no statistics", lambda: measure(torch.arange(3))),
+        ("a cast to fp16 .* only bf16", lambda: measure(ONE, ("bf16",)).cast("fp16")),
+        ("dtype='fp8' is not a format", lambda: measure(ONE, ("fp8",))),
+        ("scale=3.0 must be a power of", lambda: measure(ONE).underflow("fp16", 3.0)),
+        ("scale=0.0 must be above 0", lambda: measure(ONE).headroom("fp16", 0.0)),
+    ],
 )
-def test_merge(parts: list[Tensor]) -> None:
-    """Law: the merged statistics of parts are those of all their numbers."""
-    together = measure(torch.cat([part.flatten() for part in parts]))
-    merged = functools.reduce(TensorStats.merge, map(measure, parts))
-    assert_same(merged.data(), together.data())
+def test_rejected(text: str, call: Callable[[], object]) -> None:
+    """Law: what cannot be measured is rejected, with what would be right."""
+    with pytest.raises(UserError, match=text):
+        call()
 
 
 @given(tensors())
@@ -295,8 +263,6 @@ def test_cuda(dtype: torch.dtype) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         stats = measure(there)
-        stats = stats.merge(stats)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    ours = measure(tensor)
-    assert_same(stats.data(), ours.merge(ours).data())
+    assert_same(stats.data(), measure(tensor).data())

@@ -18,6 +18,7 @@ import halfstep as hs
 from halfstep import UserError
 from halfstep.machine import matmul_emulation
 from halfstep.parity.training_run import checksum
+from halfstep.train import dependencies
 
 Make = Callable[[int], Any]
 
@@ -457,6 +458,13 @@ def test_bad_arguments(name: str, value: Any, message: str) -> None:
         hs.compare(**given | {name: value})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: without scipy no run begins, and the error names the extra that has it."""
+    monkeypatch.setattr(dependencies, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"needs scipy: .*'halfstep\[train\]'"):
+        hs.compare(lambda _: pytest.fail("a run began"), BATCHES)
 
 
 def test_function_of_batches_needs_steps() -> None:

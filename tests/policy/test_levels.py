@@ -39,26 +39,12 @@ def test_parse_undoes_str(level: Level) -> None:
     assert level.summary
 
 
-@pytest.mark.parametrize(
-    ("word", "meant"), [("o2", "O2"), ("02", "O2"), ("00", "O0"), (" O3 ", "O3")]
-)
-def test_near_misses_are_told_the_spelling(word: str, meant: str) -> None:
-    """Law: a small o or a digit 0 is refused with the spelling that was meant."""
-    with pytest.raises(UserError) as caught:
-        levels.parse(word)
-    assert str(caught.value) == (
-        f"level={word!r} is spelt {meant!r}: the capital letter O and a digit."
-    )
-
-
-@pytest.mark.parametrize("word", ["O4", "", "2", "O", "fp16", "O22", "-O2"])
+@pytest.mark.parametrize("word", ["o2", "02", " O3 ", "O4", "", "2", "O", "fp16"])
 def test_unknown_level(word: str) -> None:
-    """Law: any other word is refused with the choice."""
-    with pytest.raises(UserError) as caught:
+    """Law: any other word is rejected with the choice, also a small o or a digit 0."""
+    with pytest.raises(UserError, match="choose auto, O0, O1, O2, O3") as caught:
         levels.parse(word)
-    assert str(caught.value) == (
-        f"level={word!r} is not a level; choose auto, O0, O1, O2, O3."
-    )
+    assert repr(word) in str(caught.value)
 
 
 def test_every_format_has_a_default_loss_scale() -> None:

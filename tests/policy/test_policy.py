@@ -1,7 +1,6 @@
 """Rules and policies: words and precedence; and what the one decider answers."""
 
 import fnmatch
-import functools
 import re
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -73,68 +72,31 @@ def test_words_by_hand() -> None:
     assert Policy.parse(" torch  +  op:mm=keep ").rules == (Rule("op", "mm", "keep"),)
 
 
-NO_RULE = (
-    "rule {!r} is not KIND:PATTERN=CATEGORY; write for example "
-    "'module:classifier=fp32' or 'type:LayerNorm=fp32'."
-)
-NO_PATTERN = (
-    "rule 'module:{0}=fp32': pattern {0!r} must be a glob without ' + ', which "
-    "separates rules; '*' matches every name."
-)
-NO_CATEGORY = (
-    "rule 'op:mm=bf16': 'bf16' is not a category; choose one of low, fp32, promote, "
-    "keep, banned."
-)
-NO_EXPRESSION = (
-    "rule '{0}:{1}=fp32': '{1}' is not a regular expression: {2}. Fix it, or write a "
-    "glob, without the slashes."
-)
-UNCLOSED = "missing ), unterminated subpattern at position 8"
-NO_POLICY = "policy={!r} is not known; the named policies are 'torch' and 'lean'."
-WRONG: list[tuple[Callable[[], object], str]] = [
-    *(
-        (functools.partial(Rule.parse, word), NO_RULE.format(word))
-        for word in ("", "mm=fp32", "op:=fp32", "op:mm")
+WRONG: dict[str, Callable[[], object]] = {
+    "rule '' is not KIND:PATTERN=CATEGORY": lambda: Rule.parse(""),
+    "rule 'mm=fp32' is not KIND:": lambda: Rule.parse("mm=fp32"),
+    "rule 'op:=fp32' is not KIND:": lambda: Rule.parse("op:=fp32"),
+    "rule 'op:mm' is not KIND:": lambda: Rule.parse("op:mm"),
+    "rule 'mm' is not KIND:": lambda: LEAN + "mm",
+    "pattern '' must be a glob": lambda: Rule("module", "", "fp32"),
+    "pattern 'a + b' must be a glob": lambda: Rule("module", "a + b", "fp32"),
+    "kind 'layer' is not one of": lambda: Rule.parse("layer:x=fp32"),
+    "'bf16' is not a category; choose one of low, ": lambda: Rule.parse("op:mm=bf16"),
+    "'/encoder.(0/' is not a regular": lambda: Rule.parse("module:/encoder.(0/=fp32"),
+    "'/a{99999999999}/' is not": lambda: Rule("op", "/a{99999999999}/", "fp32"),
+    "policy='' is not known": lambda: Policy.parse(""),
+    "policy='Torch' is not known; the named policies are": lambda: Policy((), "Torch"),
+    "Rules follow one of them: 'lean + op:mul=fp32'": lambda: Policy.parse(
+        "op:mul=fp32"
     ),
-    *(
-        (functools.partial(Rule, "module", text, "fp32"), NO_PATTERN.format(text))
-        for text in ("", "a + b")
-    ),
-    *(
-        (functools.partial(make, base), NO_POLICY.format(base))
-        for base in ("", "Torch")
-        for make in (Policy.parse, functools.partial(Policy, ()))
-    ),
-    (
-        lambda: Rule.parse("layer:x=fp32"),
-        "rule 'layer:x=fp32': kind 'layer' is not one of ('op', 'module', 'type').",
-    ),
-    (lambda: Rule.parse("op:mm=bf16"), NO_CATEGORY),
-    (
-        lambda: Policy.parse("op:mul=fp32"),
-        NO_POLICY.format("op:mul=fp32")
-        + " Rules follow one of them: 'lean + op:mul=fp32'.",
-    ),
-    (
-        lambda: Rule.parse("module:/encoder.(0/=fp32"),
-        NO_EXPRESSION.format("module", "/encoder.(0/", UNCLOSED),
-    ),
-    (
-        lambda: Rule("op", "/a{99999999999}/", "fp32"),
-        NO_EXPRESSION.format(
-            "op", "/a{99999999999}/", "the repetition number is too large"
-        ),
-    ),
-    (lambda: LEAN + "mm", NO_RULE.format("mm")),
-]
+}
 
 
-@pytest.mark.parametrize(("make", "message"), WRONG)
-def test_refusals(make: Callable[[], object], message: str) -> None:
+@pytest.mark.parametrize("message", WRONG)
+def test_rejected(message: str) -> None:
     """Law: what `parse` could not read back cannot be made; what would be right."""
-    with pytest.raises(UserError) as caught:
-        make()
-    assert str(caught.value) == message
+    with pytest.raises(UserError, match=re.escape(message)):
+        WRONG[message]()
 
 
 # Precedence
@@ -521,20 +483,17 @@ def test_rules_that_pass() -> None:
     check_ops(Policy.parse("torch + module:nonsense=fp32 + type:Nonsense=fp32"))
 
 
-WITHOUT_EFFECT = {
-    "op:sofmax=fp32": "matches no operation; did you mean 'op:softmax=fp32'?",
-    "op:aten::sofmax.int=low": "matches no operation; did you mean "
-    "'op:aten::softmax.int=low'?",
-    "op:/zzz+/=low": "matches no operation; write aten's name, as in 'op:softmax', or "
-    "'op:library::name'.",
-    "op:relu_=low": "matches only operations that write in place, return views or take "
-    "no tensor, and those cannot be cast: name others.",
-}
-
-
-@pytest.mark.parametrize(("rule", "message"), WITHOUT_EFFECT.items())
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("op:sofmax=fp32", "did you mean 'op:softmax=fp32'?"),
+        ("op:aten::sofmax.int=low", "did you mean 'op:aten::softmax.int=low'?"),
+        ("op:/zzz+/=low", "write aten's name of one that can be cast"),
+        ("op:relu_=low", "write aten's name of one that can be cast"),
+    ],
+)
 def test_rules_without_effect(rule: str, message: str) -> None:
-    """Law: a rule that would change nothing is refused, with what to write."""
-    with pytest.raises(UserError) as caught:
+    """Law: a rule that would change nothing is rejected, with what to write."""
+    start = f"rule {rule!r} matches no operation; {message}"
+    with pytest.raises(UserError, match=re.escape(start)):
         check_ops(TORCH + "op:mm=low" + rule)
-    assert str(caught.value) == f"rule {rule!r} {message}"

@@ -144,11 +144,11 @@ def refused(word: str) -> dict[str, Any]:
 
 
 WORDS = {
-    "another model": "weight 'bias': the state holds nothing, the session shape (3,); "
-    "build model and optimizer as they were saved.",
+    "another model": "weight 'bias': the state holds nothing, the session "
+    "torch.float32 (3,); build model and optimizer as they were saved.",
     "as a Stateful": "the state was saved with moments of 7 parameters, and holds "
     "those of 0. With torch.distributed.checkpoint, save and load "
-    "halfstep.sharded.Stateful(session).",
+    "halfstep.fsdp.Stateful(session).",
 }
 _two: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"saves {run}": partial(saves, *run) for run in SHARDED},
@@ -303,7 +303,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "an empty directory": (
         "",
         lambda path: (shutil.rmtree(path), path.mkdir()),
-        "has no file .metadata, which is written last.",
+        "or only in part: it has no file manifest.json.",
     ),
 }
 

@@ -118,10 +118,10 @@ def round_trip(name: str, kind: str, steps: int, folder: Path) -> None:
             each.model = DistributedDataParallel(each.model)
     train(session, *range(steps))
     other = torch.arange(3.0)
-    state = {"train": hs.sharded.Stateful(session), "other": other}
+    state = {"train": hs.fsdp.Stateful(session), "other": other}
     with assert_unchanged(session):
         dcp.save(state, checkpoint_id=folder)
-    target = {"train": hs.sharded.Stateful(loaded), "other": torch.zeros(3)}
+    target = {"train": hs.fsdp.Stateful(loaded), "other": torch.zeros(3)}
     dcp.load(target, checkpoint_id=folder)
     assert same(target["other"], other)
     for more in ([], range(steps, steps + 4)):

@@ -100,10 +100,10 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
     """Law: quantized moments load into a new session, or are rejected in one line."""
     session, loaded = (start("AdamW8bit", "O2", "fp32") for _ in range(2))
     step(session, 0)
-    dcp.save({"train": hs.sharded.Stateful(session)}, checkpoint_id=tmp_path / "x")
-    dcp.load({"train": hs.sharded.Stateful(loaded)}, checkpoint_id=tmp_path / "x")
+    dcp.save({"train": hs.fsdp.Stateful(session)}, checkpoint_id=tmp_path / "x")
+    dcp.load({"train": hs.fsdp.Stateful(loaded)}, checkpoint_id=tmp_path / "x")
     for number in range(1, 4):
         assert step(session, number) == step(loaded, number)
     with pytest.raises(hs.UserError, match=r"0.weight/exp_avg is a OptimState8bit"):
-        hs.sharded.save(session, tmp_path / "y")
+        hs.fsdp.save(session, tmp_path / "y")
     assert not (tmp_path / "y").exists()

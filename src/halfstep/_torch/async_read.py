@@ -46,8 +46,8 @@ def _record_event(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-class DelayedScalars:
-    """Copies small device values to the host some steps late, so that no step waits.
+class DelayedTensors(Generic[N]):
+    """Copies tensors to the host some steps late, each with a note, so no step waits.
 
     Why a fixed delay: every rank must end the run or step a schedule in the same step,
     and which of the newest values have arrived differs from rank to rank. Except on
@@ -55,7 +55,51 @@ class DelayedScalars:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[N, list[Tensor], torch.cuda.Event]] = deque()
+
+    def __len__(self) -> int:
+        """Return the number of copies not read yet."""
+        return len(self._pending)
+
+    def submit(
+        self, note: N, tensors: Sequence[Tensor]
+    ) -> list[tuple[N, list[Tensor]]]:
+        """Start a copy of tensors; return those of `DELAY_STEPS` calls ago, if any.
+
+        The tensors must be on one device, and must not be modified afterwards. Results
+        are (note, tensors) pairs.
+        """
+        cuda_device = next((t.device for t in tensors if t.device.type == "cuda"), None)
+        if cuda_device is None:
+            return [*self.flush(), (note, [t.cpu() for t in tensors])]
+        host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+        for destination, source in zip(host, tensors, strict=True):
+            destination.copy_(source, non_blocking=True)
+        self._pending.append((note, host, _record_event(cuda_device)))
+        if len(self) <= DELAY_STEPS:
+            return []
+        note, host, event = self._pending.popleft()
+        event.synchronize()
+        return [(note, host)]
+
+    def flush(self) -> list[tuple[N, list[Tensor]]]:
+        """Return all pending tensors with their notes. Waits."""
+        arrived = self.peek()
+        self._pending.clear()
+        return arrived
+
+    def peek(self) -> list[tuple[N, list[Tensor]]]:
+        """Return all pending tensors with their notes, and keep them pending. Waits."""
+        for _, _, event in self._pending:
+            event.synchronize()
+        return [(note, host) for note, host, _ in self._pending]
+
+
+class DelayedScalars:
+    """Copies small device values to the host some steps late, as `DelayedTensors`."""
+
+    def __init__(self) -> None:
+        self._copies: DelayedTensors[None] = DelayedTensors()
 
     def __reduce__(self) -> tuple[type[DelayedScalars], tuple[()]]:
         """Make copies, and pickles, empty: events cannot be copied."""
@@ -64,7 +108,7 @@ class DelayedScalars:
     @property
     def num_pending(self) -> int:
         """Number of copies not read yet."""
-        return len(self._pending)
+        return len(self._copies)
 
     def submit(self, values: Sequence[Tensor]) -> list[float] | None:
         """Start a copy of values; return those of `DELAY_STEPS` calls ago, or None.
@@ -80,63 +124,9 @@ class DelayedScalars:
             return host_values
         # `cat` promotes dtypes: few launches, as this is on every step.
         flat = torch.cat([to_device_async(v.reshape(-1), device) for v in values])
-        host = torch.empty(
-            flat.numel(), dtype=torch.float32, device="cpu", pin_memory=True
-        )
-        host.copy_(flat.to(torch.float32), non_blocking=True)
-        self._pending.append((host, _record_event(device)))
-        if len(self._pending) <= DELAY_STEPS:
-            return None
-        arrived, event = self._pending.popleft()
-        event.synchronize()
-        numbers: list[float] = arrived.tolist()
-        return numbers
+        arrived = self._copies.submit(None, [flat.to(torch.float32)])
+        return arrived[0][1][0].tolist() if arrived else None
 
     def read_pending(self) -> list[list[float]]:
         """Return all pending values, oldest first, and keep them pending. Waits."""
-        pending_values = []
-        for numbers, event in self._pending:
-            event.synchronize()
-            pending_values.append(numbers.tolist())
-        return pending_values
-
-
-class DelayedTensors(Generic[N]):
-    """Copies whole tensors to the host some steps late, each with a note.
-
-    As with `DelayedScalars`, they arrive at once unless the device is CUDA.
-    """
-
-    def __init__(self) -> None:
-        self._pending: deque[tuple[N, list[Tensor], torch.cuda.Event | None]] = deque()
-
-    def submit(
-        self, note: N, tensors: Sequence[Tensor]
-    ) -> list[tuple[N, list[Tensor]]]:
-        """Start a copy of tensors; return those that have arrived, oldest first.
-
-        The tensors must be on one device, and must not be modified afterwards. Results
-        are (note, tensors) pairs.
-        """
-        cuda_device = next((t.device for t in tensors if t.device.type == "cuda"), None)
-        if cuda_device is None:
-            self._pending.append((note, [t.cpu() for t in tensors], None))
-            return self.flush()
-        host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
-        for destination, source in zip(host, tensors, strict=True):
-            destination.copy_(source, non_blocking=True)
-        self._pending.append((note, host, _record_event(cuda_device)))
-        return self._pop_oldest(DELAY_STEPS)
-
-    def flush(self) -> list[tuple[N, list[Tensor]]]:
-        """Return all pending tensors with their notes. Waits."""
-        return self._pop_oldest(0)
-
-    def _pop_oldest(self, num_left: int) -> list[tuple[N, list[Tensor]]]:
-        arrived = []
-        while len(self._pending) > num_left:
-            note, host, event = self._pending.popleft()
-            if event is not None:
-                event.synchronize()
-            arrived.append((note, host))
-        return arrived
+        return [numbers.tolist() for _, (numbers,) in self._copies.peek()]

@@ -207,16 +207,7 @@ def verify(directory: Path, needed: str) -> Metadata:
     """
     with _raise_on_all_ranks(partial(atomic_directory.read_error, directory)):
         if not (directory / atomic_directory.MANIFEST).is_file():
-            why = (
-                f"{directory} has no {atomic_directory.MANIFEST}, so it cannot be "
-                "checked; it was altered, or not written by halfstep."
-            )
-            if not (directory / TORCH_INDEX).is_file():
-                why = (
-                    f"{directory} has no complete checkpoint of torch.distributed: it "
-                    f"has no file {TORCH_INDEX}, which is written last."
-                )
-            raise CheckpointError(why)
+            _refuse_foreign(directory, f"file {atomic_directory.MANIFEST}")
         manifest = atomic_directory.read(directory, atomic_directory.SHARDED)
         if INDEX not in manifest["files"]:
             _refuse_foreign(directory, f"file {INDEX}")
@@ -246,8 +237,10 @@ def read(tensors: dict[str, Tensor], directory: Path, metadata: Metadata) -> Non
 
 
 def _refuse_foreign(directory: Path, what: str) -> NoReturn:
-    message = f"{directory} was not written by halfstep.sharded.save: it has no {what}."
-    raise CheckpointError(message)
+    raise CheckpointError(
+        f"{directory} was not written by halfstep.fsdp.save, or only in part: it "
+        f"has no {what}."
+    )
 
 
 @contextlib.contextmanager

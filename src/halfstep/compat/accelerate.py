@@ -74,10 +74,8 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.last_step = self.session.step()
             self.session.clip_grad_norm = None
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients if they are synchronized; `step` has already cleared them."""
-        if set_to_none is False:
-            raise UserError("zero_grad(set_to_none=False): a session frees gradients.")
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: ARG002
+        """Free gradients if they are synchronized; `step` has already freed them."""
         if self.gradient_state.sync_gradients:
             self.session.zero_grad()
 
@@ -189,7 +187,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             loss_scale=self._loss_scale(),
         )
         session.backward_call = "accelerator.backward(loss)"
-        run_in_region(model, session.autocast)
+        _run_in_context(model, session.autocast)
         prepared = super().prepare(*args, **kwargs)
         # There are two objects or more: Accelerate returns a tuple.
         session.model = next(m for m in prepared if isinstance(m, torch.nn.Module))
@@ -216,7 +214,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.session is None and casts:
             dtype, policy = formats.parse(self._dtype).dtype, self._policy
             context = autocast(self.device.type, dtype, policy=policy, model=model)
-            run_in_region(model, lambda: context)
+            _run_in_context(model, lambda: context)
         prepared: nn.Module = super().prepare_model(
             model, device_placement, evaluation_mode
         )
@@ -330,17 +328,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return self.session
 
 
-def run_in_region(model: nn.Module, open_region: Any) -> None:
+def _run_in_context(model: nn.Module, open_context: Any) -> None:
     """Wrap a model's forward in a context, and cast its outputs to fp32."""
     forward = model.forward
     function = getattr(forward, "__func__", None)
 
     @functools.wraps(forward)
-    def in_region(*args: Any, **kwargs: Any) -> Any:
-        with open_region():
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with open_context():
             return (function or forward)(*args, **kwargs)
 
-    wrapped = convert_outputs_to_fp32(in_region)
+    wrapped = convert_outputs_to_fp32(run)
     # Bound to the model, so that `copy.deepcopy` binds it to the copy.
     model.forward = types.MethodType(wrapped, model) if function else wrapped
 

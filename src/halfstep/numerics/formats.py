@@ -137,12 +137,13 @@ def cast_floating(value: T, dtype: torch.dtype) -> T:
 
     Lists, tuples, named tuples, mappings (transformers' ModelOutput is one) and
     dataclasses, frozen ones too, keep their type and other attributes; no constructor
-    runs. An object that occurs twice is cast once and stays one object. A container in
+    runs. A tensor that occurs twice is cast once and stays one object. A container in
     which nothing is cast is returned itself, not a copy. Sets, generators, modules and
     other objects are returned as they are, with the tensors in them.
 
     Args:
-        value: A tensor, a nested container of tensors, or anything else.
+        value: A tensor, a nested container of tensors, or anything else. A container
+            must not contain itself.
         dtype: The dtype to cast to.
 
     Example:
@@ -168,7 +169,17 @@ def map_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
         >>> map_tensors([torch.ones(2), "text"], torch.neg)
         [tensor([-1., -1.]), 'text']
     """
-    changed: T = _NestedMap(change).apply(value)[0]
+    replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def change_once(tensor: torch.Tensor) -> torch.Tensor:
+        # By identity in a list: torch.compile would recompile code that reads ids.
+        for before, after in replaced:
+            if before is tensor:
+                return after
+        replaced.append((tensor, change(tensor)))
+        return replaced[-1][1]
+
+    changed: T = _map(value, change_once)[0]
     return changed
 
 
@@ -185,95 +196,41 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
     if isinstance(value, torch.Tensor):
         yield value
         return
-    for _, item in _items(value) or ():
+    for _, item in _items(value):
         yield from tensors_in(item)
 
 
-_TRACES_NO_IDENTITY = torch.__version__ < "2.13"
+def _map(
+    value: Any,  # noqa: ANN401
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[Any, bool]:
+    """Return the replacement of a value, and whether it is a different object."""
+    if isinstance(value, torch.Tensor):
+        changed = change(value)
+        return changed, changed is not value
+    items = _items(value)
+    mapped = [_map(item, change) for _, item in items]
+    if not any(is_different for _, is_different in mapped):
+        return value, False
+    if isinstance(value, tuple):
+        return _tuple_like(value, [item for item, _ in mapped]), True
+    copied = _shallow_copy(value)
+    for (key, _), (item, is_different) in zip(items, mapped, strict=True):
+        if is_different:
+            _set_item(copied, key, item)
+    return copied, True
 
 
-class _NestedMap:
-    """Applies a function to each tensor of a nested value, once per object."""
-
-    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._change = change
-        self._copies: dict[int, tuple[Any, Any]] = {}
-        """id -> (object, copy). The object is kept alive, so that its id is not reused;
-        the copy is None while nothing in it was cast."""
-        self._open_keys: set[int] = set()
-        """Keys of the containers being traversed."""
-        self._traced: list[Any] = []
-        """Objects met while torch.compile traces."""
-
-    def _key(self, value: Any) -> int:  # noqa: ANN401
-        """Return a number that identifies this object."""
-        if not torch.compiler.is_compiling():
-            return id(value)
-        # Code that depends on the id of a model's output is recompiled at each call.
-        # torch.compile does not support `is` for tuples: each counts as a new one. That
-        # of 2.9 supports it for no container; 2.10 to 2.12 were not tried.
-        if not (isinstance(value, tuple) or _TRACES_NO_IDENTITY):
-            for place, other in enumerate(self._traced):
-                if other is value:
-                    return -1 - place
-        self._traced.append(value)
-        return -len(self._traced)
-
-    def apply(self, value: Any) -> tuple[Any, bool]:  # noqa: ANN401
-        """Return the replacement of a value, and whether it is a different object."""
-        if isinstance(value, torch.Tensor):
-            key = self._key(value)
-            if key not in self._copies:
-                self._copies[key] = value, self._change(value)
-            copied = self._copies[key][1]
-            return copied, copied is not value
-        items = _items(value)
-        if items is None:
-            return value, False
-        key = self._key(value)
-        if key not in self._copies:
-            self._copies[key] = value, None
-            self._fill(value, key, items)
-        elif key in self._open_keys and not isinstance(value, tuple):
-            return self._copy(value, key), True  # it contains itself: so must the copy
-        copied = self._copies[key][1]
-        return (value, False) if copied is None else (copied, True)
-
-    def _fill(self, value: Any, key: int, items: list[tuple[Any, Any]]) -> None:  # noqa: ANN401
-        """Apply to a container's items; copy the container if any item changes."""
-        self._open_keys.add(key)
-        if isinstance(value, tuple):
-            pairs = [self.apply(item) for _, item in items]
-            if any(changed for _, changed in pairs):
-                copied = _tuple_like(value, [item for item, _ in pairs])
-                self._copies[key] = value, copied
-        else:
-            for name, item in items:
-                new, changed = self.apply(item)
-                if changed:
-                    _set_item(self._copy(value, key), name, new)
-        self._open_keys.remove(key)
-
-    def _copy(self, value: Any, key: int) -> Any:  # noqa: ANN401
-        """Return the copy of a container; make it on the first call."""
-        if self._copies[key][1] is None:
-            self._copies[key] = value, _shallow_copy(value)
-        return self._copies[key][1]
-
-
-def _items(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401
-    """Return a container's (key, item) pairs; None if the value is not a container."""
-    if value is None:
-        return None
+def _items(value: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
+    """Return a container's (key, item) pairs; none if the value is not a container."""
     if isinstance(value, MutableMapping):
         return list(value.items())
     # Tuple of types: older versions of torch.compile cannot trace `list | tuple`.
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
-    if isinstance(value, (type, torch.nn.Module)):
-        return None
-    if not dataclasses.is_dataclass(value):
-        return None
+    is_opaque = isinstance(value, (type, torch.nn.Module))
+    if is_opaque or not dataclasses.is_dataclass(value):
+        return []
     names = [field.name for field in dataclasses.fields(value)]
     # Fields with init=False may be unset.
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]

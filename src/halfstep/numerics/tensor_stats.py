@@ -204,22 +204,6 @@ class TensorStats:
         largest = formats.parse(to).max
         return math.log2(largest) - math.log2(self.amax) - math.log2(scale)
 
-    def merge(self, other: TensorStats) -> TensorStats:
-        """Return the statistics of the numbers of both, without synchronization.
-
-        Raises:
-            UserError: If they are of different dtypes or casts.
-        """
-        if self.dtype != other.dtype or self.casts != other.casts:
-            names = [
-                ", ".join(map(str, each.casts)) or "none" for each in (self, other)
-            ]
-            raise UserError(
-                f"statistics of {self.dtype} (casts: {names[0]}) do not merge with "
-                f"those of {other.dtype} (casts: {names[1]}): measure both alike."
-            )
-        return TensorStats(self.dtype, self.casts, self.counted.add(other.counted))
-
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`. Synchronizes with the device."""
         losses = {form.name: self.cast(form) for form in self.casts}

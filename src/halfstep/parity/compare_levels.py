@@ -34,6 +34,7 @@ from halfstep.parity.training_run import (
     check_stored,
     train,
 )
+from halfstep.train import dependencies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +106,8 @@ def compare(
         The comparison; `print` it.
 
     Raises:
-        UserError: If an argument is invalid; if a level cannot run; if `make` or
+        UserError: If scipy is not installed (extra `train`); if an argument is
+            invalid; if a level cannot run; if `make` or
             `batches` differ between calls, or the batches end too soon; under
             torchrun with several processes; or if `out` holds runs of other settings,
             or cannot be written.
@@ -120,6 +122,7 @@ def compare(
         >>> result.verdicts["O2"].kind
         'equivalent'
     """
+    dependencies.check("halfstep.compare", dependencies.TO_PREDICT, "scipy")
     require_type("make", make, callable(make), "a function of a seed")
     is_metric = metric is None or callable(metric)
     require_type("metric", metric, is_metric, "a function of a model")

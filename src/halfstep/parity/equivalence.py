@@ -116,8 +116,7 @@ def mean_interval(
     mean, pairs = statistics.fmean(values), len(values)
     if pairs < FEWEST_PAIRS:
         return mean, None
-    std = statistics.stdev(values)
-    return mean, t_quantile(probability, pairs - 1) * std / math.sqrt(pairs)
+    return mean, _half_width(probability, pairs, statistics.stdev(values))
 
 
 def seeds_needed(mean: float, std: float, margin: float) -> int | None:
@@ -130,42 +129,14 @@ def seeds_needed(mean: float, std: float, margin: float) -> int | None:
     distance = max(margin - abs(mean), abs(mean))
 
     def suffices(pairs: int) -> bool:
-        half = t_quantile(CONFIDENCE, pairs - 1) * std / math.sqrt(pairs)
-        return 2 * half <= distance
+        return 2 * _half_width(CONFIDENCE, pairs, std) <= distance
 
     counts = range(FEWEST_PAIRS, _MOST_SEEDS + 1)
     index = bisect.bisect_left(counts, True, key=suffices)  # noqa: FBT003
     return counts[index] if index < len(counts) else None
 
 
-def t_quantile(probability: float, freedom: int) -> float:
-    """Return the value that Student's t does not exceed with a probability.
+def _half_width(probability: float, pairs: int, std: float) -> float:
+    from scipy.special import stdtrit
 
-    By bisection of the exact finite series for whole degrees of freedom (Abramowitz and
-    Stegun, 26.7.3 and 26.7.4), as scipy is not a dependency.
-
-    Example:
-        >>> round(t_quantile(0.95, 2), 6)
-        2.919986
-    """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):  # halves the angle's interval to the last bit of a float
-        angle = (low + high) / 2
-        if 0.5 + 0.5 * _within(angle, freedom) < probability:
-            low = angle
-        else:
-            high = angle
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def _within(angle: float, freedom: int) -> float:
-    """Return P(|T| <= t) with t = sqrt(freedom) * tan(angle)."""
-    cosine, sine = math.cos(angle), math.sin(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for divisor in range(2 + odd, freedom + 1, 2):
-        total += term
-        term *= cosine * cosine * (divisor - 1) / divisor
-    if odd:
-        return 2 / math.pi * (angle + sine * total)
-    return sine * total
+    return float(stdtrit(pairs - 1, probability)) * std / math.sqrt(pairs)

@@ -84,20 +84,13 @@ def parse(word: str | Level) -> Level:
     """
     if isinstance(word, Level):
         return word
-    name = word if isinstance(word, str) else ""  # from a caller without types
-    level = LEVELS.get(name)
-    if level is not None:
-        return level
-    name = name.strip().upper()
-    name = "O" + name[1:] if name[:1] == "0" else name
-    if name in LEVELS:
-        message = f"level={word!r} is spelt {name!r}: the capital letter O and a digit."
-    else:
-        message = (
+    level = LEVELS.get(word) if isinstance(word, str) else None
+    if level is None:
+        raise UserError(
             f"level={format_value(word)} is not a level; "
             f"choose auto, {', '.join(LEVELS)}."
         )
-    raise UserError(message)
+    return level
 
 
 def table() -> Table:

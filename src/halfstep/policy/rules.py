@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 KINDS = ("op", "module", "type")
-_EXAMPLE = 'module = "classifier", run = "fp32"'
+_TABLES = (
+    'tables [[rule]] with one of op, module, type, for example module = "classifier", '
+    'with run = "fp32", and perhaps with a reason.'
+)
 KEEP = "keep"
 """Category of operations that are not cast."""
 CATEGORIES = (op_tables.LOW, op_tables.FP32, op_tables.PROMOTE, KEEP, op_tables.BANNED)
@@ -201,17 +204,12 @@ class Policy:
             raise UserError(
                 f"{file} cannot be read: {why}. Give TOML as Policy.save writes it."
             ) from None
-        base, tables = content.get("base"), content.get("rule", [])
-        unknown = sorted(content.keys() - {"base", "rule"})
-        if unknown:
-            message = f"{file}: {unknown[0]!r} is not known; write base and [[rule]]."
-            raise UserError(message)
-        if not isinstance(base, str):
-            message = f'{file}: base = {base!r} is not a string; write base = "torch".'
-            raise UserError(message)
-        if not (isinstance(tables, list) and all(isinstance(t, dict) for t in tables)):
-            message = f"{file}: rule is not a list of tables; start each with [[rule]]."
-            raise UserError(message)
+        base, tables = content.get("base"), content.pop("rule", [])
+        is_whole = content.keys() == {"base"} and isinstance(tables, list)
+        if not is_whole or not isinstance(base, str):
+            raise UserError(
+                f'{file}: it must have base = "torch" or "lean", and {_TABLES}'
+            )
         place = file
         try:
             policy = cls(base=base)
@@ -223,25 +221,13 @@ class Policy:
         return policy
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy with its reasons as TOML, for `load`.
-
-        Raises:
-            UserError: If a string cannot be encoded as UTF-8.
-        """
+        """Write the policy with its reasons as TOML, for `load`."""
         lines = [f"base = {_quoted(self.base)}"]
         for rule in self.rules:
             lines += ["", "[[rule]]", f"{rule.kind} = {_quoted(rule.pattern)}"]
             lines.append(f"run = {_quoted(rule.category)}")
             lines.append(f"reason = {_quoted(rule.reason)}")
-        text = "\n".join(lines) + "\n"
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"policy file {str(path)!r} cannot hold {text[error.start]!r}, half of "
-                "a surrogate pair: write the pattern or reason without it."
-            ) from None
-        Path(path).write_bytes(data)
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8", newline="")
 
     def __str__(self) -> str:
         """Return the string that `parse` turns back into this policy."""
@@ -253,28 +239,19 @@ class Policy:
         return Policy((first, *self.rules), self.base)
 
 
-def _rule_of(table: dict[str, Any]) -> Rule:
+def _rule_of(table: Any) -> Rule:  # noqa: ANN401
     """Return the rule of a table of a file."""
-    kinds = [kind for kind in KINDS if kind in table]
-    unknown = sorted(table.keys() - {*KINDS, "run", "reason"})
-    wrong = [key for key, value in table.items() if not isinstance(value, str)]
-    if unknown:
-        message = f"{unknown[0]!r} is not known; write for example {_EXAMPLE}."
-    elif len(kinds) != 1:
-        message = (
-            f"it has {' and '.join(kinds) or 'no pattern'}; give exactly one of "
-            f"{', '.join(KINDS)}, for example {_EXAMPLE}."
-        )
-    elif "run" not in table:
-        message = f"it does not say how to run; write for example {_EXAMPLE}."
-    elif wrong:
-        value = f"{wrong[0]} = {table[wrong[0]]!r}"
-        message = f"{value} is not a string; put it in quotes."
-    else:
-        (kind,) = kinds
-        reason = table.get("reason", _DEFAULT_REASON)
-        return Rule(kind, table[kind], table["run"], reason)
-    raise UserError(message)
+    keys = {*table} if isinstance(table, dict) else set()
+    kinds = [kind for kind in KINDS if kind in keys]
+    allowed = {*kinds, "run"} <= keys <= {*kinds, "run", "reason"}
+    if len(kinds) != 1 or not allowed or not all(map(_is_text, table.values())):
+        raise UserError(f"{table!r} is no rule; write {_TABLES}")
+    (kind,) = kinds
+    return Rule(kind, table[kind], table["run"], table.get("reason", _DEFAULT_REASON))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _quoted(text: str) -> str:
@@ -341,16 +318,14 @@ def check_ops(policy: Policy) -> None:
             continue
         near = difflib.get_close_matches(rule.pattern, names, n=1)
         message = f"rule {str(rule)!r} matches no operation; "
-        if rule.matches("op", names):
-            message = (
-                f"rule {str(rule)!r} matches only operations that write in place, "
-                "return views or take no tensor, and those cannot be cast: name others."
-            )
-        elif near:
+        if near and not rule.matches("op", names):
             meant = Rule("op", near[0], rule.category)
             message += f"did you mean {str(meant)!r}?"
         else:
-            message += "write aten's name, as in 'op:softmax', or 'op:library::name'."
+            message += (
+                "write aten's name of one that can be cast, as in 'op:softmax', or "
+                "'op:library::name'."
+            )
         raise UserError(message)
 
 

@@ -59,7 +59,7 @@ def prepare(
         model: A module on its device, with fp32 weights; O2 and O3 also take 16-bit
             weights. A model can be prepared once. At O2 and O3 wrap `session.model` in
             DDP afterwards. Call `fully_shard` before, with
-            `halfstep.sharded.fsdp_policy`: its fp32 shards are the master weights. A
+            `halfstep.fsdp.fsdp_policy`: its fp32 shards are the master weights. A
             list of models trains together; call each by itself, and under DDP make
             them one module.
         optimizer: Any torch optimizer over the model's parameters, not wrapped; or a
@@ -74,7 +74,7 @@ def prepare(
             device; either with rules ("lean + module:head=fp32"), the path of a TOML
             file, or a `Policy`.
         loss_scale: "dynamic", "none", a number, or a
-            `halfstep.scaler.ScaleRule`. "auto" is dynamic for fp16 and none otherwise,
+            `halfstep.scaling.ScaleRule`. "auto" is dynamic for fp16 and none otherwise,
             since bf16 has fp32's range. Steps with inf or NaN in a gradient are
             skipped in every case.
         clip_grad_norm: Maximum norm of all unscaled gradients. None neither clips nor

@@ -108,7 +108,7 @@ def check(
 
 def _policy_call(choice: Choice) -> str:
     return (
-        f"mp_policy=halfstep.sharded.fsdp_policy({choice.level.name!r}, "
+        f"mp_policy=halfstep.fsdp.fsdp_policy({choice.level.name!r}, "
         f"{choice.format.name!r})"
     )
 

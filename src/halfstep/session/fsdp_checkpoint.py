@@ -49,7 +49,7 @@ class Stateful:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         >>> session = hs.prepare(model, optimizer, "O2", dtype="bf16")
-        >>> state = {"train": hs.sharded.Stateful(session)}  # for dcp.save, dcp.load
+        >>> state = {"train": hs.fsdp.Stateful(session)}  # for dcp.save, dcp.load
         >>> [*state["train"].state_dict()][:3]
         ['weights/weight', 'weights/bias', 'rest']
     """
@@ -132,15 +132,15 @@ def save(
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> session = hs.prepare(model, optimizer, "O2", dtype="bf16")
         >>> directory = Path(tempfile.mkdtemp()) / "step-10"
-        >>> hs.sharded.save(session, directory, {"step": 10})
-        >>> hs.sharded.load(session, directory)
+        >>> hs.fsdp.save(session, directory, {"step": 10})
+        >>> hs.fsdp.load(session, directory)
     """
     tensors = _flat(session.state_dict())
     quantized = next((name for name in tensors if is_quantized(tensors[name])), None)
     if quantized is not None:
         raise UserError(
-            f"{quantized} is a {type(tensors[quantized]).__name__}, which sharded.save "
-            "does not write: save halfstep.sharded.Stateful(session) by "
+            f"{quantized} is a {type(tensors[quantized]).__name__}, which fsdp.save "
+            "does not write: save halfstep.fsdp.Stateful(session) by "
             "torch.distributed.checkpoint, or session.state_dict() by torch.save."
         )
     sharded.write(tensors, directory, dict(notes or {}), replace=replace)

@@ -76,7 +76,7 @@ class Session(Report):
     Attributes:
         model: The prepared model. Assign a wrapper of it (DDP, torch.compile) here.
         optimizer: The optimizer; at O2 its parameters are the master weights.
-        scaler: The `halfstep.scaler.LossScaler` of the unnamed loss.
+        scaler: The `halfstep.scaling.LossScaler` of the unnamed loss.
         policy: The `Policy` in use, with the rules that the level implies.
         choice: Level, dtype and the reason for both.
         backward_call: The program's call of `backward`, as errors name it.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfstep._torch.optimizer_params import params_of
 from halfstep.casting import convert_model
-from halfstep.errors import UserError, require_type, warn_caller
+from halfstep.errors import UserError, require_type
 from halfstep.numerics.formats import is_low
 from halfstep.session import fsdp
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 VERSION = 3
 KEYS = (
     *("dtype", "weights", "optimizer", "scales", "steps", "schedule"),
-    *("parameters", "moments", "masters", "extra"),
+    *("parameters", "moments", "masters", "extra", "outside"),
 )
 INNER = {
     "optimizer": ("state", "param_groups"),
@@ -199,15 +199,7 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
     _check_weights(state["weights"], stored_tensors(model))
     _check_extra(state, model)
     _check_optimizer(state, model, masters)
-    # Earlier versions saved no such entry, or, in shards, no tensor of it.
-    outside, own = state.get("outside") or {}, _outside(model, masters)
-    if own and not outside:
-        names = ", ".join(f"{name} {tuple(own[name].shape)}" for name in own)
-        warn_caller(
-            f"the state holds no values of parameters outside the model: {names}. "
-            "They keep those they have."
-        )
-        own = {}
+    outside, own = state["outside"], _outside(model, masters)
     _check_weights(outside, own)
     saved = state["weights"] | outside
     for name, tensor in (stored_tensors(model) | own).items():
@@ -230,24 +222,22 @@ def _require(state: dict[str, Any], *path: str) -> None:
 def _check_weights(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     for name in sorted(own.keys() | {n for n in saved if not _is_extra(n)}):
         mine, other = own.get(name), saved.get(name)
-        if mine is None or other is None or mine.shape != other.shape:
-            raise UserError(
-                f"weight {name!r}: the state holds {_shape(other)}, the session "
-                f"{_shape(mine)}; build model and optimizer as they were saved."
-            )
         if _kind(mine) != _kind(other):
             raise UserError(
-                f"weight {name!r}: the state holds {other.dtype}, the session "
-                f"{mine.dtype}; build model and optimizer as they were saved."
+                f"weight {name!r}: the state holds {_described(other)}, the session "
+                f"{_described(mine)}; build model and optimizer as they were saved."
             )
 
 
-def _shape(tensor: Tensor | None) -> str:
-    return "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
+def _kind(tensor: Tensor | None) -> tuple[object, ...] | None:
+    """Return what a saved tensor must have in common with the session's."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.is_floating_point(), tensor.is_complex()
 
 
-def _kind(tensor: Tensor) -> tuple[bool, bool]:
-    return tensor.is_floating_point(), tensor.is_complex()
+def _described(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _check_extra(state: dict[str, Any], model: nn.Module) -> None:
@@ -285,7 +275,7 @@ def _check_optimizer(
         raise UserError(
             f"the state was saved with moments of {state['moments']} parameters, and "
             f"holds those of {len(saved['state'])}. With torch.distributed.checkpoint,"
-            " save and load halfstep.sharded.Stateful(session)."
+            " save and load halfstep.fsdp.Stateful(session)."
         )
     for number, param in _numbered(saved, own):
         for key, value in saved["state"].get(number, {}).items():
@@ -361,10 +351,8 @@ def load_weights(
     masters.set_rng(saved["seed"], saved["step"])
     low = saved["low"] if saved["form"] == masters.encoding.name else {}
     master_params = masters.by_weight_id()
-    fp32_values, tensors = state["weights"], stored_tensors(model)
-    if state.get("outside"):
-        fp32_values = fp32_values | state["outside"]
-        tensors |= _outside(model, masters)
+    fp32_values = state["weights"] | state["outside"]
+    tensors = stored_tensors(model) | _outside(model, masters)
     for name, tensor in tensors.items():
         fp32_value, slot = fp32_values[name], master_params.get(id(tensor))
         if slot is None:

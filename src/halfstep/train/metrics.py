@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -165,28 +164,28 @@ def label_metrics(
     neither true nor predicted counts as 0. `logits` are float32 of shape (N, C),
     `targets` int64 of shape (N,), both on the CPU.
     """
+    from sklearn import metrics
+
     true, predictions = targets.numpy(), logits.argmax(-1).numpy()
-    counts = np.zeros((len(labels), len(labels)), np.int64)
-    np.add.at(counts, (true, predictions), 1)
-    rows, columns = counts.sum(1), counts.sum(0)
-    per = tuple(
-        (label, *shares(int(counts[i, i]), int(columns[i]), int(rows[i])))
-        for i, label in enumerate(labels)
+    every = range(len(labels))  # also classes that do not occur
+    counts: Counts = metrics.confusion_matrix(true, predictions, labels=every)
+    precision, recall, f1, _ = metrics.precision_recall_fscore_support(
+        true, predictions, labels=every, zero_division=0
     )
-    _, precision, recall, f1, _ = zip(*per, strict=True)
-    # Gorodkin's multiclass MCC: correlation of true and predicted one-hot vectors.
-    total, correct = len(true), int(counts.trace())
-    variances = float(total**2 - rows @ rows) * float(total**2 - columns @ columns)
-    both = float(total * correct - rows @ columns)
+    mcc = 0.0
+    if counts.max() < len(true):  # scikit-learn warns of a single class
+        mcc = float(metrics.matthews_corrcoef(true, predictions))
     scores = {
-        "accuracy": correct / total,
+        "accuracy": float(metrics.accuracy_score(true, predictions)),
         "macro_f1": statistics.fmean(f1),
         "macro_precision": statistics.fmean(precision),
         "macro_recall": statistics.fmean(recall),
-        "mcc": both / math.sqrt(variances) if variances else 0.0,
+        "mcc": mcc,
     }
     loss = float(torch.nn.functional.cross_entropy(logits, targets))
-    predicted = dict(zip(labels, map(int, columns), strict=True))
+    columns = (precision, recall, f1, counts.sum(1))
+    per = tuple(zip(labels, *(column.tolist() for column in columns), strict=True))
+    predicted = dict(zip(labels, counts.sum(0).tolist(), strict=True))
     table = confusion_table(counts, tuple(labels), _MAX_CLASSES)
     return EvalMetrics(loss, scores, per, table, predicted)
 

@@ -124,8 +124,7 @@ def initialize(
     optimizer_list: list[Any] = _listed(optimizers, torch.optim.Optimizer, "optimizers")
     _check(model_list, optimizer_list)
     rule = rule_of(properties_.loss_scale, min_loss_scale, max_loss_scale)
-    for line in properties.lines(properties_):
-        maybe_print(line, rank0=True)
+    maybe_print(f"Selected optimization level {opt_level}", rank0=True)
     tensors = [tensor for net in model_list for tensor in net.parameters()]
     device = tensors[0].device if tensors else torch.device("cpu")
     names = _names(model_list)

@@ -119,11 +119,6 @@ class AmpHandle:
         self._exit_stack.close()
         self.devices = []
 
-    def _deactivate(self) -> None:
-        """Close and drop the registered functions; apex's name."""
-        self.close()
-        STATE.registered.clear()
-
     def is_active(self) -> bool:
         """Return whether the casts are active in this thread."""
         return any(torch.is_autocast_enabled(device) for device in self.devices)
@@ -137,14 +132,10 @@ class AmpHandle:
                     contexts.enter_context(autocast(device, enabled=False))
             yield
 
-    _disable_casts = off
-
     def clear_cache(self) -> None:
         """Clear the cached casts of weights, which may have changed through `.data`."""
         for cache in self.caches.values():
             cache.clear()
-
-    _clear_cache = clear_cache
 
     # Patches
 
@@ -163,50 +154,35 @@ class AmpHandle:
         self._exit_stack.callback(restore)
 
     def _patch(self) -> None:
-        """Patch functions that are not dispatcher operations, or that are banned."""
+        """Patch functions that are not dispatcher operations, or that apex rejects."""
         for name in PATCHED_FP32:
             self.wrap(functional, name, FP32)
-        bce = functional.binary_cross_entropy
-        self._patch_attribute(functional, bce.__name__, self._banned_wrapper(bce))
         self._patch_attribute(Tensor, "cpu", self._fp32_cpu(Tensor.cpu))
-        names = [f"{name}_" for name in FP32_NAMES]
+        self._reject_low(
+            functional,
+            "binary_cross_entropy",
+            "loses probabilities near 0 and 1: use binary_cross_entropy_with_logits, "
+            "or amp.register_float_function(torch, 'sigmoid') before amp.initialize",
+        )
         for owner in (Tensor, torch):
-            for name in [*names, "__ipow__"]:
+            for name in [*(f"{name}_" for name in FP32_NAMES), "__ipow__"]:
                 if hasattr(owner, name):
-                    old = getattr(owner, name)
-                    self._patch_attribute(owner, name, self._in_place_wrapper(old))
+                    advice = "computes in fp32: use the form that returns a new tensor"
+                    self._reject_low(owner, name, advice)
 
-    def _banned_wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__name__
+    def _reject_low(self, owner: Any, name: str, advice: str) -> None:
+        """Make a function raise if its first argument is 16-bit, as apex does."""
+        function = getattr(owner, name)
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            dtypes = _dtypes((args, kwargs))
-            if self.is_active() and any(map(is_low, dtypes)):
-                message = (
-                    f"{name} got {dtypes[0]}, which loses probabilities near 0 and 1: "
-                    f"use {name}_with_logits, or amp.register_float_function(torch, "
-                    "'sigmoid') before amp.initialize."
-                )
+            dtypes = _dtypes([*args, *kwargs.values()][:1])
+            if any(map(is_low, dtypes)) and self.is_active():
+                message = f"{name} got {dtypes[0]}, and {advice}."
                 raise NotImplementedError(message)  # apex's class, too
             return function(*args, **kwargs)
 
-        return run
-
-    def _in_place_wrapper(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            low = isinstance(tensor, Tensor) and is_low(tensor.dtype)
-            if low and self.is_active():
-                name = function.__name__
-                message = (
-                    f"{name} writes into a {tensor.dtype} tensor, and must compute in "
-                    "fp32: use the form that returns a new tensor."
-                )
-                raise NotImplementedError(message)  # apex's class, too
-            return function(tensor, *args, **kwargs)
-
-        return run
+        self._patch_attribute(owner, name, run)
 
     def _fp32_cpu(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)

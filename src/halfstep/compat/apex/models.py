@@ -6,8 +6,6 @@ into a model.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
-from halfstep.compat.apex.state import AmpError, reject
-from halfstep.numerics.formats import is_low
+from halfstep.compat.apex.state import AmpError
+from halfstep.numerics.formats import is_low, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, MutableMapping, Sequence
 
 
 def check(models: Sequence[nn.Module], *, fp32: bool) -> None:
@@ -36,33 +34,11 @@ def check(models: Sequence[nn.Module], *, fp32: bool) -> None:
         buffers = [("buffer", *pair) for pair in model.named_buffers()]
         for kind, name, tensor in parameters + buffers:
             if is_low(tensor.dtype):
-                reject(
+                raise AmpError(
                     f"found {kind} {name} with dtype {tensor.dtype}, expected "
                     "torch.float32: do not call .half() on a model before "
                     "amp.initialize, at any opt_level."
                 )
-
-
-def _convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's own floating parameters, gradients and buffers, in place."""
-    for param in module.parameters(recurse=False):
-        if param.is_floating_point():
-            param.data = param.data.to(dtype)
-            if param.grad is not None:
-                param.grad = param.grad.to(dtype)
-    for buffer in module.buffers(recurse=False):
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
-
-
-def _convert_but_batchnorm(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a model in place, except batch norms with weights."""
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.affine:
-            continue
-        _convert_module(module, dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
 
 
 def cast_(
@@ -75,10 +51,11 @@ def cast_(
     # `.detach()` would share the version counter, so that for autograd a write to the
     # master weight would look like one to the weight.
     before = {param: param.data for param in model.parameters()}
-    if keep_batchnorm:
-        _convert_but_batchnorm(model, dtype)
-    else:
-        model.to(dtype)
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.affine]
+    fp32_norms = [(m, m.state_dict()) for m in norms if keep_batchnorm]
+    model.to(dtype)
+    for norm, values in fp32_norms:
+        norm.float().load_state_dict(values)
     model.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
     keep_fp32_state(model)
     return {
@@ -100,23 +77,8 @@ def cast_output(dtype: torch.dtype, _: nn.Module, __: object, output: object) ->
 
 
 def cast_nested(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating tensors in a nested value, fp64 too, as apex does.
-
-    Other objects with a method `to`, such as batch classes, are cast by it.
-    """
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, MutableMapping):
-        cast_copy = copy.copy(value)
-        for key, item in value.items():
-            cast_copy[key] = cast_nested(item, dtype)
-        return cast_copy
-    if isinstance(value, list | tuple):
-        items = [cast_nested(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if hasattr(value, "to") and not isinstance(value, nn.Module | type):
-        return value.to(dtype)
-    return value
+    """Cast the floating tensors in a nested value, fp64 too, as apex does."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 # Master weights

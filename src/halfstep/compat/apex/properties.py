@@ -6,13 +6,16 @@ Code outside this module reads the fields and does not compare level names.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.compat.apex.state import AmpError, Properties, reject
+from halfstep.compat.apex.state import AmpError, Properties
 from halfstep.numerics.formats import AUTOCAST_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _FP32, _FP16 = torch.float32, torch.float16
 OFF = Properties(False, None, None, False, None, None, 1.0)  # noqa: FBT003
@@ -24,58 +27,28 @@ _ROWS: dict[str, tuple[Any, ...]] = {
 }
 LEVELS = {name: Properties(True, name, *row) for name, row in _ROWS.items()}  # noqa: FBT003
 
-
-_DESCRIPTIONS = {
-    "O0": "Pure FP32 training.",
-    "O1": "Insert automatic casts around Pytorch functions and Tensor methods.",
-    "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
-    "O3": "Pure FP16 training.",
+_CONTRADICT_O1 = {
+    "cast_model_type": "O1 casts arguments of functions, not weights: use O2 or O3",
+    "keep_batchnorm_fp32": "weights are fp32, batch norm runs in its input's dtype",
+    "master_weights": "the model's own weights are fp32",
 }
-"""Texts of apex, which programs search for in logs."""
+"""Override -> why it makes no sense at O1."""
 
 
 def choose(opt_level: str, **overrides: Any) -> Properties:
     """Return a level's properties with overrides; None leaves the level's own."""
-    level = LEVELS.get(opt_level)
-    if level is None:
-        raise AmpError(_no_level(opt_level))
-    explicit = {name: value for name, value in overrides.items() if value is not None}
-    if "keep_batchnorm_fp32" in explicit:
-        explicit["keep_batchnorm_fp32"] = _flag(explicit["keep_batchnorm_fp32"])
-    if "loss_scale" in explicit:
-        explicit["loss_scale"] = _scale(explicit["loss_scale"])
-    if "cast_model_type" in explicit:
-        _check_type(explicit["cast_model_type"])
-    _check_mix(level, explicit)
-    return replace(level, **explicit)
-
-
-def lines(properties: Properties) -> list[str]:
-    """Return the lines that apex prints about a level and its overrides."""
-    name = str(properties.opt_level)
-    return [
-        f"Selected optimization level {name}:  {_DESCRIPTIONS[name]}",
-        "Defaults for this optimization level are:",
-        *_options(LEVELS[name]),
-        "Processing user overrides (additional kwargs that are not None)...",
-        "After processing overrides, optimization options are:",
-        *_options(properties),
-    ]
-
-
-def _options(properties: Properties) -> list[str]:
-    return [f"{name:<22} : {value}" for name, value in asdict(properties).items()]
-
-
-def _no_level(word: object) -> str:
-    text = str(word).strip().upper()
-    level = "O" + text[1:]
-    if text[:1] in {"0", "O"} and level in LEVELS:
-        return (
-            f"opt_level={word!r} is spelt {level!r}: the prefix O is the letter O, not "
-            "the digit zero."
+    if opt_level not in LEVELS:
+        raise AmpError(
+            f"opt_level={opt_level!r} is not a level; choose one of "
+            f"{', '.join(LEVELS)}, with the letter O."
         )
-    return f"opt_level={word!r} is not a level; choose one of {', '.join(LEVELS)}."
+    level = LEVELS[opt_level]
+    explicit = {name: value for name, value in overrides.items() if value is not None}
+    for name, check in _CHECKS.items():
+        if name in explicit:
+            explicit[name] = check(explicit[name])
+    _check_contradictions(level, explicit)
+    return replace(level, **explicit)
 
 
 def _flag(value: object) -> bool:
@@ -103,39 +76,37 @@ def _scale(value: object) -> float | str:
     return scale
 
 
-def _check_type(value: object) -> None:
+def _type(value: object) -> object:
     is_format = isinstance(value, torch.dtype) and value in AUTOCAST_DTYPES
     if value is not False and not is_format:
         raise AmpError(
             f"cast_model_type={value!r} must be torch.float16, torch.bfloat16, "
             "torch.float32, or False to cast nothing."
         )
+    return value
 
 
-def _check_mix(level: Properties, explicit: dict[str, Any]) -> None:
+_CHECKS: dict[str, Callable[[object], object]] = {
+    "keep_batchnorm_fp32": _flag,
+    "loss_scale": _scale,
+    "cast_model_type": _type,
+}
+
+
+def _check_contradictions(level: Properties, explicit: dict[str, Any]) -> None:
     """Reject overrides that contradict a level."""
-    name = level.opt_level
     if not level.patch_torch_functions:
         if explicit.get("patch_torch_functions"):
-            reject(
-                f"patch_torch_functions=True with opt_level={name!r}: functions are "
-                "only patched by opt_level='O1'; choose that."
+            raise AmpError(
+                f"patch_torch_functions=True with opt_level={level.opt_level!r}: only "
+                "opt_level='O1' casts in functions; choose that."
             )
         return
-    if explicit.get("cast_model_type") not in {None, False, torch.float32}:
-        reject(
-            f"cast_model_type={explicit['cast_model_type']} with opt_level={name!r}, "
-            "which inserts casts around torch functions rather than model weights: "
-            "use opt_level='O2' or 'O3'."
-        )
-    if "keep_batchnorm_fp32" in explicit:
-        reject(
-            f"keep_batchnorm_fp32={explicit['keep_batchnorm_fp32']} with "
-            f"opt_level={name!r}, where batch norm runs in the dtype of its input with "
-            "fp32 weights: it should be None."
-        )
-    if "master_weights" in explicit:
-        reject(
-            f"master_weights={explicit['master_weights']} makes no sense with "
-            f"opt_level={name!r}: the model's own weights are fp32. Leave it out."
-        )
+    for name, why in _CONTRADICT_O1.items():
+        value = explicit.get(name)
+        is_default = name == "cast_model_type" and value in {False, torch.float32}
+        if value is not None and not is_default:
+            raise AmpError(
+                f"{name}={value} with opt_level={level.opt_level!r}: {why}; leave it "
+                "out."
+            )

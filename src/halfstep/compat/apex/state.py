@@ -50,8 +50,6 @@ class AmpState:
     """(module or class, name, category) of functions whose arguments O1 casts."""
     verbosity: int = 1
     """0 prints nothing, not even skipped steps."""
-    hard_override: bool = False
-    """Print a message instead of raising `AmpError` for rejected arguments."""
     allow_incoming_model_not_fp32: bool = False
     """Accept models whose parameters are already 16-bit."""
 
@@ -76,10 +74,3 @@ def maybe_print(msg: object, rank0: bool = False) -> None:
     joined = dist.is_available() and dist.is_initialized()
     if STATE.verbosity and not (rank0 and joined and dist.get_rank()):
         sys.stdout.write(f"{msg}\n")
-
-
-def reject(message: str) -> None:
-    """Raise `AmpError`, or print the message if `hard_override` is set."""
-    if not STATE.hard_override:
-        raise AmpError(message)
-    maybe_print(f"Warning:  {message}", rank0=True)
