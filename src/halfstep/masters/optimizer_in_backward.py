@@ -105,7 +105,7 @@ class OptimizerInBackward:
         self._group_of = {p: g for g in optimizer.param_groups for p in g["params"]}
         if not self.stepped_params:
             # After the first gradient, this step's own updates have changed weights.
-            self.masters.sync_before_update()
+            self.masters.sync_external_writes()
         if in_backward:
             self.masters.consume_in_backward(self._step_param, self._group_of)
 
