@@ -49,7 +49,7 @@ def test_refused(kernel: Any, name: str, value: Any, words: str) -> None:
     if kernel is cpu_kernels:
         twin.ready(kernel)
     items = twin.make(twin.ADAMW, "split", sizes=((6,), (8,)))
-    twin.next_step(items, torch.bfloat16, 0)
+    twin.next_step(items, 0)
     setattr(items[1], name, value)
     before = [tensor.clone() for tensor in twin.held(items[0])]
     with pytest.raises(UserError) as caught:

@@ -1,8 +1,7 @@
 """Updates weights and optimizer state in one pass over memory, by a kernel.
 
 SGD, Adam and AdamW as plain numbers, the tensors of an update, their checks, and
-`FusedStep`, which gives them to a kernel: `cpu_kernels`, `eager_kernels` or
-`triton_kernels`.
+`FusedStep`, which gives them to a kernel: `cpu_kernels` or `triton_kernels`.
 """
 
 from __future__ import annotations
@@ -244,7 +243,7 @@ def _check_placement(
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The functions of one of `cpu_kernels`, `eager_kernels` and `triton_kernels`."""
+    """The functions of `cpu_kernels` or `triton_kernels`."""
 
     description: str
     """One line for the user."""

@@ -21,7 +21,6 @@ from halfstep._torch.storage_references import is_shared
 from halfstep.errors import UserError, warn_caller
 from halfstep.masters import (
     cpu_kernels,
-    eager_kernels,
     fused_step,
     generic_step,
     triton_kernels,
@@ -631,7 +630,9 @@ def _choose_kernel(
     device = model_params[0].device
     module: Any = triton_kernels
     if device.type == "cpu":
-        module = cpu_kernels if cpu_kernels.available() else eager_kernels
+        module = cpu_kernels
+        if not cpu_kernels.available():
+            return None, cpu_kernels.describe()
     elif not triton_kernels.available(device):
         return None, f"no kernel for {device}"
     elif any(group.get("dampening") for group in optimizer.param_groups):

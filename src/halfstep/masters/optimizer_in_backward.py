@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep._torch import optimizer_hooks
 from halfstep.errors import UserError
-from halfstep.masters import eager_kernels, fused_step
+from halfstep.masters import fused_step
 from halfstep.numerics.local_tensor import local_values
 
 if TYPE_CHECKING:
@@ -136,9 +136,14 @@ class OptimizerInBackward:
             )
         self.stepped_params.add(param)
         kernel = self._kernel if fused_step.can_read([gradient]) else None
-        kernels: Any = eager_kernels if kernel is None else kernel
         values = local_values(gradient.coalesce() if gradient.is_sparse else gradient)
-        found_inf, square = kernels.check_finite([values], norm=self._needs_norm)
+        if kernel is None:
+            norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+            # Squares of fp32 values cannot overflow fp64.
+            found_inf = ~norm.isfinite()
+            square = norm.square() if self._needs_norm else None
+        else:
+            found_inf, square = kernel.check_finite([values], norm=self._needs_norm)
         if found_inf:
             has_inf, has_nan = values.isinf().any(), values.isnan().any()
             self.skipped_params[param] = bool(has_inf), bool(has_nan)
