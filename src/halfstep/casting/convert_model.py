@@ -123,8 +123,6 @@ def convert_(
             f"already in {type(model).__name__}. Prepare the bare model, then wrap "
             "session.model."
         )
-    if level.low:
-        _refuse_scripted(model, hooks, level)
     low_tensors, fp32_tensors = list[Tensor](), list[Tensor]()
     if level.low_weights:
         buffers = () if level.autocast else model.buffers()
@@ -266,22 +264,6 @@ def _refuse_autocast_rules(rules: Policy, level: Level) -> None:
                 "autocast: there modules can only be kept in fp32, as in "
                 "'module:PATH=fp32' or 'type:NAME=fp32'."
             )
-
-
-def _refuse_scripted(
-    model: nn.Module, hooks: list[ModuleRuleHook], level: Level
-) -> None:
-    """Raise if modules would need hooks, which TorchScript does not support."""
-    by_path = dict(model.named_modules())
-    hooked = [by_path[hook.path] for hook in hooks]
-    if level.low_inputs or level.fp32_outputs:
-        hooked += called_modules(model)
-    if any(isinstance(module, torch.jit.ScriptModule) for module in hooked):
-        raise UserError(
-            f"level={level.name}, or a rule on modules, needs hooks, which a model of "
-            "torch.jit does not support: use it as it was before torch.jit, or level "
-            "O1 without such rules."
-        )
 
 
 def _refuse_unready(model: nn.Module, level: Level, changed_ids: set[int]) -> None:
