@@ -33,30 +33,12 @@ from halfstep.numerics.formats import AUTOCAST_DTYPES, cast_floating, is_low, wo
 from halfstep.numerics.local_tensor import local_part
 from halfstep.policy import decision, op_tables
 from halfstep.policy import rules as policy_rules
-from halfstep.policy.rules import Policy, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from halfstep.policy.levels import Level
-
-
-RMS_NORM = Rule(
-    "type",
-    "RMSNorm",
-    op_tables.FP32,
-    "unlike other norms' kernels, its kernel rejects mixed dtypes",
-)
-"""At levels with 16-bit weights and fp32 norms, torch's RMSNorm is an fp32 module. The
-lean table needs no such rule: it casts the weight to the dtype of the input."""
-PARAMETRIZED = Rule(
-    "type",
-    "ParametrizationList",
-    op_tables.FP32,
-    "orthogonal maps and power iterations need fp32; their result is 16-bit",
-)
-"""At levels with 16-bit weights, a parametrized weight is computed in fp32 from fp32
-parameters and rounded once. These parameters need no master weights and have none."""
+    from halfstep.policy.rules import Policy, Rule
 
 
 @dataclass(frozen=True)
@@ -185,10 +167,10 @@ def _plan(
     """
     implied: tuple[Rule, ...] = ()
     if level.fp32_norms and rules.base == "torch":
-        implied += (RMS_NORM,)
+        implied += (policy_rules.RMS_NORM,)
     modules = [*model.modules()]
     if level.low_weights and any(isinstance(m, ParametrizationList) for m in modules):
-        implied += (PARAMETRIZED,)
+        implied += (policy_rules.PARAMETRIZED,)
     rules = replace(rules, rules=(*rules.rules, *implied))
     hooks = hooks_for(model, rules, implied)
     by_path = dict(model.named_modules())
