@@ -309,40 +309,47 @@ class MasterWeights:
         return [*grads.values()]
 
     @torch.no_grad()
-    def update(
-        self,
-        inverse: Tensor,
-        *,
-        found_inf: Tensor | None = None,
-        only: tuple[dict[str, Any], Tensor] | None = None,
-    ) -> None:
+    def update(self, inverse: Tensor, *, found_inf: Tensor | None = None) -> None:
         """Unscale, update and write the weights in one pass, with `kernel`.
 
         Args:
             inverse: 1 / loss scale, by which gradients are multiplied. fp32, shape ().
             found_inf: 1.0 to skip the step inside the kernel, shape ().
-            only: A parameter group and the one parameter to update. None: all.
         """
+        self.sync_external_writes()
+        try:
+            for group in self.optimizer.param_groups:
+                self._update_group(group, group["params"], inverse, found_inf)
+        except BaseException:
+            self.mark_synced()  # earlier groups have been updated
+            raise
+        optimizer_hooks.notify(self.optimizer)
+        self.advance_rng()
+
+    @torch.no_grad()
+    def update_param(
+        self, group: dict[str, Any], param: Tensor, *, found_inf: Tensor
+    ) -> None:
+        """Update one parameter of a group with `kernel`; its gradient is unscaled."""
+        one = torch.ones((), dtype=torch.float32, device=param.device)
+        self._update_group(group, [param], one, found_inf)
+
+    def _update_group(
+        self,
+        group: dict[str, Any],
+        params: Iterable[Tensor],
+        inverse: Tensor,
+        found_inf: Tensor | None,
+    ) -> None:
         assert self.kernel is not None, "there is no kernel"  # noqa: S101
         if self._fused_step is None or self._fused_step.kernel is not self.kernel:
             parts = self.optimizer, self.encoding, self.master_params, self.param_index
             self._fused_step = FusedStep(self.kernel, *parts)
-        if only is None:
-            self.sync_external_writes()
-        try:
-            for group in self.optimizer.param_groups if only is None else only[:1]:
-                params = group["params"] if only is None else only[1:]
-                self._fused_step.update(
-                    group, params, inverse=inverse, rng=self.rng, found_inf=found_inf
-                )
-        except BaseException:
-            self.mark_synced()  # earlier groups have been updated
-            raise
+        self._fused_step.update(
+            group, params, inverse=inverse, rng=self.rng, found_inf=found_inf
+        )
         # Learning-rate schedulers check this flag, which torch's own step sets.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
-        if only is None:
-            optimizer_hooks.notify(self.optimizer)
-            self.advance_rng()
 
     @torch.no_grad()
     def step_param(self, param: Tensor) -> None:

@@ -154,9 +154,8 @@ class OptimizerInBackward:
             if kernel is None:
                 self.masters.step_param(param)
             else:
-                one = torch.ones((), dtype=torch.float32, device=weight.device)
-                only = self._group_of[param], param
-                self.masters.update(one, found_inf=found_inf, only=only)
+                group = self._group_of[param]
+                self.masters.update_param(group, param, found_inf=found_inf)
             self.masters.mark_param_synced(param)
         weight.grad = param.grad = None
 
