@@ -39,7 +39,7 @@ _NUMERIC = {
     """,
     "machine": "matmul_emulation",
     "masters": """
-        bf16_codecs cpu_kernels eager_kernels master masters_direct masters_forms
+        bf16_codecs cpu_kernels master masters_direct masters_forms
         optimizer_in_backward
     """,
     "nonfinite": "graph optimizer_eps",

@@ -198,12 +198,8 @@ def test_an_unmatched_rule_is_told_of_once() -> None:
         raise KeyError
     with pytest.warns(UserWarning, match="matched nothing") as caught, region:
         A.mm(A)
-    rule = word.removeprefix("torch + ")
     assert len(caught) == 1
-    assert str(caught[0].message) == (
-        f"policy rule {rule!r} matched nothing: no such operation or module ran in the "
-        "context. An operation inside another, as addmm in linear, follows the outer."
-    )
+    assert repr(word.removeprefix("torch + ")) in str(caught[0].message)
     assert caught[0].filename == __file__
     for again in (region, autocast("cpu", policy=word)):
         with again:  # A warning is an error here.

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -155,11 +156,8 @@ def test_norms_run_at_o2(name: str) -> None:
 def test_a_rule_without_a_module(word: str) -> None:
     """Law: a rule that speaks of nothing is refused, and the model is untouched."""
     model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"rule '{re.escape(word)}' matches no module"):
         convert_(model, levels.O2, BF16, rules("type:Linear=fp32", word))
-    assert str(caught.value) == (
-        f"rule '{word}' matches no module; see model.named_modules()."
-    )
     assert model[0].weight.dtype == FP32
     assert not model[0]._forward_pre_hooks
 
@@ -179,13 +177,8 @@ def test_rules_may_overlap() -> None:
 @pytest.mark.parametrize("word", ["op:softmax.int=fp32", "module:0=low"])
 def test_a_rule_that_needs_regions(word: str) -> None:
     """Law: where there is no autocast, rules that only it can obey are refused."""
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"rule '{word}' cannot be applied at level O3"):
         convert_(nn.Sequential(nn.Linear(4, 4)), levels.O3, BF16, rules(word))
-    assert str(caught.value) == (
-        f"rule '{word}' cannot be applied at level O3, which has no autocast: there "
-        "modules can only be kept in fp32, as in 'module:PATH=fp32' or "
-        "'type:NAME=fp32'."
-    )
     for level in (levels.O0, levels.O1, levels.O2):
         convert_(nn.Sequential(nn.Linear(4, 4)), level, BF16, rules(word))
 
@@ -194,12 +187,8 @@ def test_a_rule_that_needs_regions(word: str) -> None:
 def test_a_wrapped_model_is_refused(level: levels.Level) -> None:
     """Law: weights under a wrapper are not converted; nothing is left half done."""
     model = nn.Linear(4, 4)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"level={level} .* already in DataParallel"):
         convert_(nn.DataParallel(model), level, BF16, rules("type:Linear=fp32"))
-    assert str(caught.value) == (
-        f"level={level} changes the dtype of weights, and the model is already in "
-        "DataParallel. Prepare the bare model, then wrap session.model."
-    )
     assert model.weight.dtype == FP32
     assert not model._forward_pre_hooks
     convert_(nn.DataParallel(model), levels.O1, BF16, TORCH)

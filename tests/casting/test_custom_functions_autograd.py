@@ -218,12 +218,8 @@ def test_undecorated_setup_context() -> None:
         setup_context = staticmethod(bare)
 
     x, w = operands()
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=r"decorate Lost\.setup_context"):
         Lost.apply(x, w).sum().backward()
-    assert str(caught.value) == (
-        "Lost.backward does not know the autocast state of forward: decorate "
-        "Lost.setup_context with @custom_fwd, as Lost.forward is."
-    )
     with pytest.raises(RuntimeError, match=r"^LostGenerated\.backward does not know"):
         grad(lambda x: Lost.apply(x, w).sum())(x.detach())
 

@@ -4,6 +4,7 @@ import copy
 import math
 from typing import Any
 
+import kernel_twin
 import master_cases as cases
 import pytest
 import torch
@@ -11,7 +12,7 @@ from master_cases import Make
 from small_training import same
 from torch import Tensor, nn
 
-from halfstep.masters import MasterWeights
+from halfstep.masters import MasterWeights, cpu_kernels
 
 every_make = pytest.mark.parametrize(
     "make", cases.BUILT_IN.values(), ids=cases.BUILT_IN
@@ -22,6 +23,11 @@ ROUNDED = {"fp32": 0.0, "split": 0.0, "kahan": 2.0**-17, "stochastic": ULP}
 """Form -> what storing a truth may cost, relative."""
 KEPT = {"fp32": 0.0, "split": 0.0, "kahan": ULP, "stochastic": ULP}
 """Form -> the same for a moment."""
+
+
+@pytest.fixture(autouse=True)
+def _compiled() -> None:
+    kernel_twin.ready(cpu_kernels)
 
 
 def close(ours: Any, right: Any, rounding: float) -> None:

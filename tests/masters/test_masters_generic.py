@@ -17,7 +17,7 @@ from small_training import same
 from torch import nn
 
 from halfstep.errors import UserError
-from halfstep.masters import MasterWeights, generic_step
+from halfstep.masters import MasterWeights, cpu_kernels, generic_step
 from halfstep.session.session import Session
 
 every_exact = pytest.mark.parametrize("form", cases.FORMS[:2])
@@ -360,3 +360,17 @@ def test_sparse_and_dense_add_up(form: str, order: tuple[int, int]) -> None:
     right = 1 - 0.5 * sum(row[kind] for kind in order)
     (held,) = cases.adopted(optimizer)
     assert torch.equal(masters.fp32_value(held)[:, 0], right)
+
+
+@cases.every_form
+def test_without_a_compiler(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the optimizer's own step serves, and the reason is in the description."""
+    own = cases.start(cases.ADAMW, form, kernel=False)
+    monkeypatch.setattr(cpu_kernels, "available", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "describe", lambda: "not compiled: no cc")
+    session = cases.start(cases.ADAMW, form)
+    assert cases.masters_of(session).kernel is None
+    assert cases.masters_of(session).describe().endswith("not compiled: no cc")
+    for each in (own, session):
+        cases.go(each, cases.slopes_of(each.model, 1))
+    assert same(*map(cases.everything, (own, session)))

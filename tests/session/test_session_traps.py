@@ -12,6 +12,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import kernel_twin
 import master_cases as cases
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.errors import UserError
+from halfstep.masters import cpu_kernels
 from halfstep.scaling.step_report import StepReport
 from halfstep.session.session import Session
 
@@ -477,6 +479,7 @@ def counters(session: Session) -> list[float]:
 @pytest.mark.parametrize("cause", ["kernel", "state"])
 def test_an_update_that_fails(form: str, cause: str) -> None:
     """Law: an error inside an update leaves counters, weights and clock alone."""
+    kernel_twin.ready(cpu_kernels)
     sessions = [cases.start(cases.ADAMW, form) for _ in range(2)]
     for session in sessions:
         for seed in (1, 2):  # by then each parameter has a state
@@ -523,6 +526,7 @@ EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
 @crossed("edit", *EDITS)
 def test_states_of_other_types(form: str, way: dict[str, Any], edit: str) -> None:
     """Law: Adam's counter, and moments, may be of any type; training goes on alike."""
+    kernel_twin.ready(cpu_kernels)
     sessions = [cases.start(cases.ADAMW, form, **way) for _ in range(2)]
     for session in sessions:
         step(session, 0, 1)

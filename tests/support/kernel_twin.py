@@ -1,7 +1,8 @@
-"""What the fused kernels are compared with: torch.optim, and its arithmetic in fp64.
+"""What the fused kernels are compared with: torch.optim, and its arithmetic.
 
 In: a rule, and items before a step. Out: items to work on, torch's own optimizer over
-the same numbers, and how far two fp32 computations of one step may lie apart.
+the same numbers, how far two fp32 computations of one step may lie apart, and the slow
+twin of the kernels, which rounds as they do.
 """
 
 import copy
@@ -70,8 +71,10 @@ def make(
     return items
 
 
-def next_step(items: Sequence[ParamUpdate], dtype: torch.dtype, number: int) -> None:
-    for item in items:
+def next_step(items: Sequence[ParamUpdate], number: int) -> None:
+    """Give the items gradients for a step, in each dtype in turn."""
+    for index, item in enumerate(items, start=number):
+        dtype = FLOATS[index % len(FLOATS)]
         item.gradient = torch.randn(item.weight.shape).to(dtype)
         item.is_first_step = number == 0
         if item.step is not None:
@@ -155,6 +158,49 @@ def optimizer_of(rule: Sgd | Adam, item: ParamUpdate, inverse: float) -> Tensor:
     for key, kept in zip(rule.state_keys, item.states, strict=True):
         kept.copy_(optimizer.state[param][key])
     return param.detach()
+
+
+@torch.no_grad()
+def update(item: ParamUpdate, rule: Sgd | Adam, inverse: float) -> None:
+    """Update an item of the form "plain", each operation rounded by itself.
+
+    Why not torch's own: `add(alpha=...)` uses fused multiply-add for full vectors but
+    two roundings at the ends of a thread's range.
+    """
+    w, states = item.weight, item.states
+    g = item.gradient.float() * (-inverse if rule.maximize else inverse)
+    if isinstance(rule, Adam) and rule.decoupled:
+        w *= 1 - rule.lr * rule.weight_decay
+    elif rule.weight_decay:
+        g += w * rule.weight_decay
+    if isinstance(rule, Adam):
+        _adam(rule, w, g, states, item)
+        return
+    if rule.momentum:
+        (buffer,) = states
+        if item.is_first_step:
+            buffer.copy_(g)
+        else:
+            buffer.mul_(rule.momentum).add_(g * (1 - rule.dampening))
+        g = g + buffer * rule.momentum if rule.nesterov else buffer
+    w -= g * rule.lr
+
+
+def _adam(
+    rule: Adam, w: Tensor, g: Tensor, states: tuple[Tensor, ...], item: ParamUpdate
+) -> None:
+    assert item.step is not None
+    at = item.step.item()
+    a, b = states[:2]
+    near = 1 - rule.beta1
+    # torch.lerp starts from the nearer end point.
+    a.copy_(a + (g - a) * near if near < 0.5 else g - (g - a) * (1 - near))
+    b.mul_(rule.beta2).add_(g * (1 - rule.beta2) * g)
+    square = b
+    if rule.amsgrad:
+        square = torch.maximum(states[2], b, out=states[2])
+    below = square.sqrt() / (1 - rule.beta2**at) ** 0.5 + rule.eps
+    w -= a / below * (rule.lr / (1 - rule.beta1**at))
 
 
 @dataclass(frozen=True)

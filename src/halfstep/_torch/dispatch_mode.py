@@ -1,9 +1,9 @@
-"""A dispatch mode that several threads may enter at the same time."""
+"""The dispatch mode by which operations are recorded, traced and emulated."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _python_dispatch
@@ -18,11 +18,12 @@ _LOCK = threading.Lock()
 
 
 class DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """TorchDispatchMode that leaves torch's flags correct when threads overlap.
+    """Passes each operation below autograd to `run`, in this thread.
 
-    Why: torch restores its flags to their values at entry. If two threads overlap, the
-    last to exit restores flags that the other had set, and they stay set: torch 2.9
-    then compiles nothing, in any thread.
+    It leaves torch's flags correct when threads overlap. Why: torch restores its flags
+    to their values at entry. If two threads overlap, the last to exit restores flags
+    that the other had set, and they stay set: torch 2.9 then compiles nothing, in any
+    thread.
     """
 
     _entered = 0
@@ -44,3 +45,28 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyp
             DispatchMode._entered -= 1
             if DispatchMode._entered:  # another thread may still be in a mode
                 vars(_python_dispatch).update(inside)
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run an operation."""
+        del types
+        return self.run(func, args, kwargs or {})
+
+    def run(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:  # noqa: ANN401
+        """Run an operation; override it to observe or to change what runs."""
+        return func(*args, **kwargs)
+
+
+def returns_view(func: torch._ops.OpOverload) -> bool:
+    """Return whether an operation returns views of its arguments, or these."""
+    return any(out.alias_info for out in func._schema.returns)  # noqa: SLF001

@@ -80,7 +80,7 @@ class CastContext:
     matched_rules: set[int]
     """Indices of the policy's rules that have applied so far."""
     observe: Callable[[str, CastContext, Callable[[], Any], object], Any] | None = None
-    """`Recorder.observe`, if operations are recorded."""
+    """`RecordingMode.observe`, if operations are recorded."""
     module: str = ""
     """Path of the module whose rule created this context; "" if none did."""
     types: tuple[str, ...] = ()

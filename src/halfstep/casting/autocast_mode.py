@@ -21,7 +21,7 @@ from halfstep.casting import (
 )
 from halfstep.casting.active_context import CastContext, Entry
 from halfstep.casting.compile_region import traceable_autocast
-from halfstep.casting.recorder import Recorder
+from halfstep.casting.operation_record import OperationRecord, RecordingMode
 from halfstep.casting.weight_cache import CastCache
 from halfstep.errors import UserError, warn_caller
 from halfstep.policy.rules import TORCH, Policy, context_history
@@ -262,7 +262,7 @@ class PolicyAutocast(_Exit):
         self._user_cache = cache
         self._cache_weights = cache_weights
         self._matched_rules = matched_rules
-        self._recorder = Recorder(self.device) if record else None
+        self._record = OperationRecord() if record else None
 
     @dynamo_disable
     def __enter__(self) -> Self:
@@ -275,7 +275,7 @@ class PolicyAutocast(_Exit):
             policy,
             self.device,
             cache_weights=self._cache_weights,
-            record_all=self._recorder is not None,
+            record_all=self._record is not None,
         )
         cache = None
         if self._torch_context._cache_enabled:  # noqa: SLF001
@@ -285,8 +285,10 @@ class PolicyAutocast(_Exit):
         matched_rules = self._matched_rules
         if matched_rules is None:
             matched_rules = dispatch_table.matched_rules(policy)
-        recorder = self._recorder
-        observe = None if recorder is None else recorder.observe
+        recording = None
+        if self._record is not None:
+            recording = RecordingMode(self._record, self.device)
+        observe = None if recording is None else recording.observe
         context = CastContext(policy, op_casts, cache, matched_rules, observe)
         context.nodes = [torch._C._autograd._get_sequence_nr(), sys.maxsize]  # noqa: SLF001
         context_history.last.append((policy, context.nodes))
@@ -297,11 +299,11 @@ class PolicyAutocast(_Exit):
             torch_context=self._torch_context,
             uses_torch_cache=self._user_cache is None,
             owner=self,
-            then=() if recorder is None else (recorder.stop,),
+            then=() if recording is None else (recording.stop,),
         )
-        if recorder is not None:
+        if recording is not None:
             try:
-                recorder.start()
+                recording.start()
             except BaseException:
                 active_context.pop(entry)
                 raise
@@ -337,7 +339,7 @@ class PolicyAutocast(_Exit):
         is_enabled, cache = own._enabled, own._cache_enabled  # noqa: SLF001
         _warn_of_generator(function, enabled=is_enabled)
         settings = (self.device, own.fast_dtype, is_enabled, cache)
-        record = self._recorder is not None
+        record = self._record is not None
         rules = self.policy.rules if self.policy else ()
         has_module_rules = any(rule.kind != "op" for rule in rules)
 
@@ -359,7 +361,7 @@ class PolicyAutocast(_Exit):
     @property
     def has_records(self) -> bool:
         """Whether any operation was recorded."""
-        return self._recorder is not None and self._recorder.has_records
+        return self._record is not None and bool(self._record.counts)
 
     def report(self) -> Table:
         """Return a table of the operations recorded so far: dtypes, rule and reason.
@@ -367,6 +369,6 @@ class PolicyAutocast(_Exit):
         Raises:
             UserError: If it was made without `record=True`.
         """
-        if self._recorder is None:
+        if self._record is None:
             raise _not_recorded()
-        return self._recorder.table()
+        return self._record.table()

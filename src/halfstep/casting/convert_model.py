@@ -33,30 +33,12 @@ from halfstep.numerics.formats import AUTOCAST_DTYPES, cast_floating, is_low, wo
 from halfstep.numerics.local_tensor import local_part
 from halfstep.policy import decision, op_tables
 from halfstep.policy import rules as policy_rules
-from halfstep.policy.rules import Policy, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from halfstep.policy.levels import Level
-
-
-RMS_NORM = Rule(
-    "type",
-    "RMSNorm",
-    op_tables.FP32,
-    "unlike other norms' kernels, its kernel rejects mixed dtypes",
-)
-"""At levels with 16-bit weights and fp32 norms, torch's RMSNorm is an fp32 module. The
-lean table needs no such rule: it casts the weight to the dtype of the input."""
-PARAMETRIZED = Rule(
-    "type",
-    "ParametrizationList",
-    op_tables.FP32,
-    "orthogonal maps and power iterations need fp32; their result is 16-bit",
-)
-"""At levels with 16-bit weights, a parametrized weight is computed in fp32 from fp32
-parameters and rounded once. These parameters need no master weights and have none."""
+    from halfstep.policy.rules import Policy, Rule
 
 
 @dataclass(frozen=True)
@@ -123,8 +105,6 @@ def convert_(
             f"already in {type(model).__name__}. Prepare the bare model, then wrap "
             "session.model."
         )
-    if level.low:
-        _refuse_scripted(model, hooks, level)
     low_tensors, fp32_tensors = list[Tensor](), list[Tensor]()
     if level.low_weights:
         buffers = () if level.autocast else model.buffers()
@@ -187,10 +167,10 @@ def _plan(
     """
     implied: tuple[Rule, ...] = ()
     if level.fp32_norms and rules.base == "torch":
-        implied += (RMS_NORM,)
+        implied += (policy_rules.RMS_NORM,)
     modules = [*model.modules()]
     if level.low_weights and any(isinstance(m, ParametrizationList) for m in modules):
-        implied += (PARAMETRIZED,)
+        implied += (policy_rules.PARAMETRIZED,)
     rules = replace(rules, rules=(*rules.rules, *implied))
     hooks = hooks_for(model, rules, implied)
     by_path = dict(model.named_modules())
@@ -266,22 +246,6 @@ def _refuse_autocast_rules(rules: Policy, level: Level) -> None:
                 "autocast: there modules can only be kept in fp32, as in "
                 "'module:PATH=fp32' or 'type:NAME=fp32'."
             )
-
-
-def _refuse_scripted(
-    model: nn.Module, hooks: list[ModuleRuleHook], level: Level
-) -> None:
-    """Raise if modules would need hooks, which TorchScript does not support."""
-    by_path = dict(model.named_modules())
-    hooked = [by_path[hook.path] for hook in hooks]
-    if level.low_inputs or level.fp32_outputs:
-        hooked += called_modules(model)
-    if any(isinstance(module, torch.jit.ScriptModule) for module in hooked):
-        raise UserError(
-            f"level={level.name}, or a rule on modules, needs hooks, which a model of "
-            "torch.jit does not support: use it as it was before torch.jit, or level "
-            "O1 without such rules."
-        )
 
 
 def _refuse_unready(model: nn.Module, level: Level, changed_ids: set[int]) -> None:

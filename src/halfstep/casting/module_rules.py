@@ -240,7 +240,7 @@ class ModuleRuleHook:
                 f"module {self.path!r} is banned by the rule "
                 f"'{self.policy.rules[self.rule_index]}', and was called."
             )
-        # Without inner rules and recorder, disabling autocast has the same effect as a
+        # Without inner rules and a record, disabling autocast has the same effect as a
         # kernel per operation, costs less, and is visible to third-party code.
         is_all_or_nothing = self._has_no_inner_rules and self.category in {
             op_tables.FP32,

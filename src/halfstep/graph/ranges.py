@@ -34,27 +34,38 @@ class Range:
     """Of the unscaled loss; 0.0 if no backward pass reached the node."""
 
 
-class _Recorder(fx.Interpreter):
-    """Runs a graph in fp32 and tracks the largest magnitudes on the device."""
+class _Recorded(nn.Module):
+    """A captured model that runs in fp32, and tracks magnitudes on the device."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
-        super().__init__(graph_module, garbage_collect_values=False)
+        super().__init__()
+        self.graph_module = graph_module
         self.values: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.hooks: list[Any] = []
         """Handles on parameters and inputs, which outlive the steps."""
 
+    def forward(self, *args: Any) -> Any:  # noqa: ANN401
+        """Run the graph on the model's inputs."""
+        return _Interpreter(self).run(*args)
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, recorded: _Recorded) -> None:
+        super().__init__(recorded.graph_module, garbage_collect_values=False)
+        self._recorded = recorded
+
     def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401
-        result = super().run_node(n)
+        result, to = super().run_node(n), self._recorded
         for tensor in capture.tensors(result):
             if tensor.dtype != torch.float32 or not tensor.numel():
                 continue
-            _raise_to(self.values, n.name, tensor)
+            _raise_to(to.values, n.name, tensor)
             if tensor.requires_grad:
                 hook = tensor.register_hook(  # type: ignore[no-untyped-call]
-                    lambda grad, name=n.name: _raise_to(self.gradients, name, grad)
+                    lambda grad, name=n.name: _raise_to(to.gradients, name, grad)
                 )
-                self.hooks += [hook] if tensor.is_leaf else []
+                to.hooks += [hook] if tensor.is_leaf else []
         return result
 
 
@@ -70,19 +81,6 @@ def _raise_to(maxima: dict[str, Tensor], name: str, tensor: Tensor) -> None:
     maxima[name] = largest
 
 
-class _Recorded(nn.Module):
-    """A captured model that records magnitudes while it runs."""
-
-    def __init__(self, graph_module: fx.GraphModule, recorder: _Recorder) -> None:
-        super().__init__()
-        self.graph_module = graph_module
-        self._recorder = [recorder]  # in a list, so that it is not a submodule
-
-    def forward(self, *args: Any) -> Any:  # noqa: ANN401
-        """Run the graph on the model's inputs."""
-        return self._recorder[0].run(*args)
-
-
 def measure(
     graph_module: fx.GraphModule, step: Callable[[nn.Module], object]
 ) -> dict[str, Range]:
@@ -93,22 +91,22 @@ def measure(
     """
     params = list(graph_module.parameters())
     grads = [param.grad for param in params]
-    recorder = _Recorder(graph_module)
+    recorded = _Recorded(graph_module)
     with capture.preserve_state([*params, *graph_module.buffers()]):
         try:
             for param in params:
                 param.grad = None
-            step(_Recorded(graph_module, recorder))
+            step(recorded)
         finally:
-            for hook in recorder.hooks:
+            for hook in recorded.hooks:
                 hook.remove()
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
-    if not recorder.values:
+    if not recorded.values:
         raise UserError("calibrate never called the model it was given.")
     ranges = {
-        name: Range(float(value), float(recorder.gradients.get(name, 0.0)))
-        for name, value in recorder.values.items()
+        name: Range(float(value), float(recorded.gradients.get(name, 0.0)))
+        for name, value in recorded.values.items()
     }
     for name, range_ in ranges.items():
         if math.isnan(range_.value + range_.gradient):

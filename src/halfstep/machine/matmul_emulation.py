@@ -20,7 +20,7 @@ from halfstep.machine import hardware
 from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
 _SLOW_RATIO = 0.5
@@ -69,22 +69,20 @@ def notes(dtypes: Iterable[str], device: str) -> list[str]:
 class Fp32Matmuls(DispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that computes 16-bit matmuls in fp32 and rounds the results."""
 
-    def __torch_dispatch__(
+    def run(
         self,
         func: Any,  # noqa: ANN401
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:  # noqa: ANN401
         """Run an operation, in fp32 if it is a 16-bit matmul."""
-        del types
         num_operands, num_results = _MATMULS.get(func, (0, 0))
         # A convolution without a bias has None for it.
         dtypes = {x.dtype for x in args[:num_operands] if x is not None}
         # Operands of mixed dtypes must raise torch's error, as without this mode.
         if len(dtypes) != 1 or not is_low(dtype := dtypes.pop()):
-            return func(*args, **(kwargs or {}))
-        named = {key: _to_fp32(each) for key, each in (kwargs or {}).items()}
+            return func(*args, **kwargs)
+        named = {key: _to_fp32(each) for key, each in kwargs.items()}
         result = func(*map(_to_fp32, args), **named)
         if isinstance(result, Tensor):
             return result.to(dtype)

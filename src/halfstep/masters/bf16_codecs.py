@@ -8,8 +8,6 @@ inf and NaN are handled only if it is not.
 
 from __future__ import annotations
 
-from threading import local
-
 import torch
 from torch import Tensor
 
@@ -22,34 +20,6 @@ _WORD = 0xFFFFFFFF
 _LONG = 0xFFFFFFFFFFFFFFFF
 _LARGEST = 0x7F7F
 """The largest finite bf16."""
-_MIN_SCRATCH = 4096
-_MAX_SCRATCH = 1 << 16
-"""Elements per scratch buffer: a CPU chunk of the eager kernels; more is temporary."""
-
-
-class Scratch(local):
-    """Per-thread buffers that are reused from call to call."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    def __call__(
-        self, name: str, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return the buffer called `name`, cut to `numel` elements."""
-        key = (name, dtype, device)
-        buffer = self.buffers.get(key)
-        if buffer is None or buffer.numel() < numel:
-            # Round up, but not to a whole chunk: a small model should not pay for it.
-            size = max(_MIN_SCRATCH, 1 << (numel - 1).bit_length())
-            # Inference tensors could not be written outside of inference mode.
-            with torch.inference_mode(mode=False):
-                buffer = torch.empty(size, dtype=dtype, device=device)
-            self.buffers[key] = buffer
-        return buffer[:numel]
-
-
-scratch = Scratch()
 
 
 @torch.no_grad()
@@ -61,9 +31,8 @@ def split_encode_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """
     bits = master.view(torch.int32)
     # Sign-extend, so that the conversion to int16 is exact and does not wrap.
-    word = torch.bitwise_left_shift(bits, 16, out=_int32_like(master))
-    remainder.copy_(word.bitwise_right_shift_(16))
-    high = torch.add(bits, 0x8000, out=word).bitwise_right_shift_(16)
+    remainder.copy_((bits << 16).bitwise_right_shift_(16))
+    high = (bits + 0x8000).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(_keep_nan(master, high))
 
 
@@ -79,7 +48,7 @@ def split_decode_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
         bits = master.view(torch.int32)
         bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16)
         # A negative remainder borrows 1 from the high half; a zero would become NaN.
-        bits.add_(_int32_like(master).copy_(remainder))
+        bits.add_(remainder)
         if _all_finite(master):
             return
     high = weight.view(torch.int16).to(torch.int32)
@@ -104,7 +73,7 @@ def kahan_encode_(master: Tensor, weight: Tensor, compensation: Tensor) -> None:
     high = _nearest(master)
     weight.view(torch.int16).copy_(high)
     rounded = high.bitwise_left_shift_(16).view(torch.float32)
-    missing = torch.sub(master, rounded, out=_scratch_like("missing", master))
+    missing = master - rounded
     low = _nearest(missing)
     if not _all_finite(missing):
         low = torch.where(weight.isfinite(), low, 0)
@@ -114,8 +83,7 @@ def kahan_encode_(master: Tensor, weight: Tensor, compensation: Tensor) -> None:
 @torch.no_grad()
 def kahan_decode_(weight: Tensor, compensation: Tensor, master: Tensor) -> None:
     """Add weight and compensation in fp32, without rounding error; -0.0 becomes 0.0."""
-    missing = _scratch_like("missing", master)
-    master.copy_(weight).add_(missing.copy_(compensation))
+    master.copy_(weight).add_(compensation.float())
 
 
 @torch.no_grad()
@@ -130,8 +98,8 @@ def stochastic_round_(values: Tensor, out: Tensor, random_bits: Tensor) -> None:
     """
     bits, random_bits = values.view(torch.int32), random_bits.view(values.shape)
     if _all_finite(values):
-        word = torch.add(bits, random_bits, out=_int32_like(values))
-        out.view(torch.int16).copy_(word.bitwise_right_shift_(16))
+        word = (bits + random_bits).bitwise_right_shift_(16)
+        out.view(torch.int16).copy_(word)
         if _all_finite(out):
             return
     high = bits >> 16
@@ -182,16 +150,15 @@ def mix(words: Tensor) -> Tensor:
 
 
 def random_bits16(
-    words: tuple[int | Tensor, int | Tensor],
+    words: tuple[int, int],
     numel: int,
     device: torch.device | str,
     start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return two int32 tensors of random integers in [0, 65536), shape (numel,).
 
-    `words` are from `key`; or two tensors of such words, one per element. `start` is
-    the index of the first element, modulo 2**32; chunks of a tensor get the same random
-    bits as the whole tensor.
+    `words` are from `key`. `start` is the index of the first element, modulo 2**32;
+    chunks of a tensor get the same random bits as the whole tensor.
     """
     end = start + numel
     counted = torch.arange(start, end, dtype=torch.int64, device=device)
@@ -203,11 +170,11 @@ def random_bits16(
 def _nearest(values: Tensor) -> Tensor:
     """Round fp32 to bf16, ties to even; return the bits as sign-extended int32.
 
-    The result is in scratch memory. NaN keeps its sign on every device.
+    NaN keeps its sign on every device.
     """
     bits = values.view(torch.int32)
-    word = torch.bitwise_right_shift(bits, 16, out=_int32_like(values))
-    word.bitwise_and_(1).add_(bits).add_(0x7FFF).bitwise_right_shift_(16)
+    word = (bits >> 16).bitwise_and_(1).add_(bits).add_(0x7FFF)
+    word.bitwise_right_shift_(16)
     return _keep_nan(values, word)
 
 
@@ -230,15 +197,3 @@ def _all_finite(values: Tensor) -> bool:
     A finite tensor whose sum overflows also gives False, which only costs time.
     """
     return values.is_cpu and bool(torch.isfinite(values.sum()))
-
-
-def _scratch_like(
-    name: str, like: Tensor, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    if like.numel() > _MAX_SCRATCH or not like.is_contiguous():
-        return torch.empty_like(like, dtype=dtype)
-    return scratch(name, like.numel(), dtype, like.device).view(like.shape)
-
-
-def _int32_like(values: Tensor) -> Tensor:
-    return _scratch_like("word", values, torch.int32)

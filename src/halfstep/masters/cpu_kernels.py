@@ -208,7 +208,7 @@ def _kernels() -> tuple[Kernels | None, str]:
 def _require_kernels() -> Kernels:
     kernels, why = _kernels()
     if kernels is None:
-        raise UserError(f"There are no compiled kernels ({why}): use the chunked ones.")
+        raise UserError(f"There are no compiled kernels ({why}).")
     return kernels
 
 

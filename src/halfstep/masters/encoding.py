@@ -203,7 +203,7 @@ class MasterParam:
 
 # A further encoding needs two codecs in `bf16_codecs` and the choice of them above, a
 # number in `cpu_kernels.ENCODING_CODES` and `kernels.c`, and branches of their decoding
-# and encoding in `kernels.c`, `triton_jit.read_fp32` and `write_fp32`, `eager_kernels`.
+# and encoding in `kernels.c`, `triton_jit.read_fp32` and `write_fp32`.
 FP32 = MasterEncoding("fp32", "fp32, exact", torch.float32, torch.float32)
 SPLIT = MasterEncoding(
     "split",

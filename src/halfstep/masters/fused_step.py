@@ -1,8 +1,7 @@
 """Updates weights and optimizer state in one pass over memory, by a kernel.
 
 SGD, Adam and AdamW as plain numbers, the tensors of an update, their checks, and
-`FusedStep`, which gives them to a kernel: `cpu_kernels`, `eager_kernels` or
-`triton_kernels`.
+`FusedStep`, which gives them to a kernel: `cpu_kernels` or `triton_kernels`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from halfstep.masters.encoding import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.optim import Optimizer
 
@@ -154,34 +153,41 @@ def _check_columns(
     items: Sequence[ParamUpdate], rule: Rule, encoding: str, device: torch.device
 ) -> None:
     """Check all but the gradients, which alone are new in each step."""
-    weights = [item.weight for item in items]
-    check_tensors(weights, "weight", WEIGHT_DTYPES[encoding], device)
-    numels = [*map(Tensor.numel, weights)]
-    moment = torch.bfloat16 if encoding in BF16_STATE_ENCODINGS else torch.float32
-    column = [item.residual for item in items]
-    columns = {"residual": (column, RESIDUAL_DTYPES.get(encoding))}
-    states = zip_longest(*[item.states for item in items])
-    for number in range(len(rule.state_keys)):
-        columns[f"state {number}"] = [*next(states, ())], moment
-    column = [item.step for item in items]
-    columns["step"] = column, torch.float32 if isinstance(rule, Adam) else None
-    for what, (tensors, dtype) in columns.items():
-        if dtype is None:
-            continue
-        present = [t for t in tensors if t is not None]
-        if len(present) != len(items):
-            raise UserError(
-                f"{what}: {len(present)} of {len(items)} parameters have one; make it."
-            )
-        check_tensors(present, f"{what} of parameter", (dtype,), device)
-        actual = [*map(Tensor.numel, present)]
-        sizes = [1] * len(items) if what == "step" else numels
-        if actual != sizes:
-            index = next(i for i, size in enumerate(actual) if size != sizes[i])
-            raise UserError(
-                f"{what} of parameter {index} has {actual[index]} numbers, not "
-                f"{sizes[index]}. Load or make the state again."
-            )
+    fp32 = (torch.float32,)
+    moment = (torch.bfloat16,) if encoding in BF16_STATE_ENCODINGS else fp32
+    keys = rule.state_keys
+    for index, item in enumerate(items):
+        numel = item.weight.numel()
+        needed: list[tuple[str, Tensor | None, tuple[torch.dtype, ...], int]]
+        needed = [("weight", item.weight, WEIGHT_DTYPES[encoding], numel)]
+        if encoding in RESIDUAL_DTYPES:
+            residual = (RESIDUAL_DTYPES[encoding],)
+            needed.append(("residual", item.residual, residual, numel))
+        states = zip_longest(keys, item.states[: len(keys)])
+        needed += [(f"state {key}", state, moment, numel) for key, state in states]
+        if isinstance(rule, Adam):
+            needed.append(("step", item.step, fp32, 1))
+        for what, tensor, dtypes, size in needed:
+            if (
+                tensor is None
+                or tensor.device != device
+                or tensor.dtype not in dtypes
+                or tensor.numel() != size
+                or not _are_plain([tensor])
+            ):
+                found = "missing" if tensor is None else _description(tensor)
+                raise UserError(
+                    f"{what} of parameter {index} is {found}; a kernel reads {size} "
+                    f"numbers of {' or '.join(map(str, dtypes))} on {device}, without "
+                    "gaps or lazy signs. Load or make the state again."
+                )
+
+
+def _description(tensor: Tensor) -> str:
+    return (
+        f"{tensor.numel()} numbers of {tensor.dtype} on {tensor.device} with strides "
+        f"{tensor.stride()}"
+    )
 
 
 def readable_gradients(
@@ -194,25 +200,18 @@ def readable_gradients(
     """
     if not _are_plain(gradients):
         gradients = [gradient.resolve_neg().contiguous() for gradient in gradients]
-    _check_placement(gradients, "gradient", FLOATS, device)
+    # Reading `is_cpu` takes a third of the time of `device`.
+    on_device = all(map(_is_cpu, gradients))
+    if device.type != "cpu":
+        on_device = all(gradient.device == device for gradient in gradients)
+    if not (on_device and set(map(_dtype, gradients)).issubset(FLOATS)):
+        wrong = (g.device != device or g.dtype not in FLOATS for g in gradients)
+        index = [*wrong].index(True)
+        raise UserError(
+            f"gradient {index} is {_description(gradients[index])}; kernels take "
+            f"{' or '.join(map(str, FLOATS))} on {device}."
+        )
     return gradients
-
-
-def check_tensors(
-    tensors: Sequence[Tensor],
-    what: str,
-    allowed: Collection[torch.dtype],
-    device: torch.device,
-) -> None:
-    """Reject tensors whose memory a kernel would misread.
-
-    Raises:
-        UserError: If one has another dtype or device, gaps, or lazy negation.
-    """
-    _check_placement(tensors, what, allowed, device)
-    if not _are_plain(tensors):
-        message = f"A {what} has gaps or lazy signs: call contiguous(), resolve_neg()."
-        raise UserError(message)
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
@@ -222,29 +221,9 @@ def _are_plain(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _check_placement(
-    tensors: Sequence[Tensor],
-    what: str,
-    allowed: Collection[torch.dtype],
-    device: torch.device,
-) -> None:
-    """Reject tensors of another dtype or device."""
-    # Reading `is_cpu` takes a third of the time of `device`.
-    on_device = all(map(_is_cpu, tensors))
-    if device.type != "cpu":
-        on_device = all(tensor.device == device for tensor in tensors)
-    if not (on_device and set(map(_dtype, tensors)).issubset(allowed)):
-        bad = (t.device != device or t.dtype not in allowed for t in tensors)
-        index = next(i for i, wrong in enumerate(bad) if wrong)
-        raise UserError(
-            f"{what} {index} is {tensors[index].dtype} on {tensors[index].device}; "
-            f"kernels take {' or '.join(map(str, allowed))} on {device}."
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The functions of one of `cpu_kernels`, `eager_kernels` and `triton_kernels`."""
+    """The functions of `cpu_kernels` or `triton_kernels`."""
 
     description: str
     """One line for the user."""

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._torch import async_read, optimizer_hooks
+from halfstep._torch import optimizer_hooks
 from halfstep._torch.optimizer_params import params_of
 from halfstep._torch.storage_references import is_shared
 from halfstep.errors import UserError, warn_caller
 from halfstep.masters import (
     cpu_kernels,
-    eager_kernels,
     fused_step,
     generic_step,
     triton_kernels,
@@ -32,7 +31,7 @@ from halfstep.masters.fused_step import FusedStep, Kernel, ParamUpdate, Sgd
 from halfstep.masters.generic_step import nan_placeholder
 from halfstep.numerics.accumulate import add_
 from halfstep.numerics.formats import is_low
-from halfstep.numerics.local_tensor import clone, is_quantized, local_part
+from halfstep.numerics.local_tensor import clone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -116,10 +115,6 @@ class MasterWeights:
         self._address_of: Callable[[Tensor], int] = Tensor.data_ptr
         """`id` if weights are of a type without memory of its own, as FakeTensor."""
         self._warned_of_writes = False
-        self._checksums: tuple[list[object], Tensor] | None = None
-        """Layouts of the weights, and sums of their bits, after the last update."""
-        self._num_compared = 0
-        self._pending_comparisons = async_read.DelayedScalars()
         self._consume: Callable[[Tensor], None] | None = None
         self._hooked: set[Tensor] = set()
         self.add_new_params(originals)
@@ -169,7 +164,6 @@ class MasterWeights:
         chosen = _choose_kernel(self.optimizer, model_params)
         self.kernel, self.kernel_description = chosen
         self.mark_synced()
-        self._checksums = self._checksums_to_compare()
 
     def _check_new(
         self, groups: list[dict[str, Any]], by_weight: dict[int, MasterParam]
@@ -315,40 +309,47 @@ class MasterWeights:
         return [*grads.values()]
 
     @torch.no_grad()
-    def update(
-        self,
-        inverse: Tensor,
-        *,
-        found_inf: Tensor | None = None,
-        only: tuple[dict[str, Any], Tensor] | None = None,
-    ) -> None:
+    def update(self, inverse: Tensor, *, found_inf: Tensor | None = None) -> None:
         """Unscale, update and write the weights in one pass, with `kernel`.
 
         Args:
             inverse: 1 / loss scale, by which gradients are multiplied. fp32, shape ().
             found_inf: 1.0 to skip the step inside the kernel, shape ().
-            only: A parameter group and the one parameter to update. None: all.
         """
+        self.sync_external_writes()
+        try:
+            for group in self.optimizer.param_groups:
+                self._update_group(group, group["params"], inverse, found_inf)
+        except BaseException:
+            self.mark_synced()  # earlier groups have been updated
+            raise
+        optimizer_hooks.notify(self.optimizer)
+        self.advance_rng()
+
+    @torch.no_grad()
+    def update_param(
+        self, group: dict[str, Any], param: Tensor, *, found_inf: Tensor
+    ) -> None:
+        """Update one parameter of a group with `kernel`; its gradient is unscaled."""
+        one = torch.ones((), dtype=torch.float32, device=param.device)
+        self._update_group(group, [param], one, found_inf)
+
+    def _update_group(
+        self,
+        group: dict[str, Any],
+        params: Iterable[Tensor],
+        inverse: Tensor,
+        found_inf: Tensor | None,
+    ) -> None:
         assert self.kernel is not None, "there is no kernel"  # noqa: S101
         if self._fused_step is None or self._fused_step.kernel is not self.kernel:
             parts = self.optimizer, self.encoding, self.master_params, self.param_index
             self._fused_step = FusedStep(self.kernel, *parts)
-        if only is None:
-            self.sync_before_update()
-        try:
-            for group in self.optimizer.param_groups if only is None else only[:1]:
-                params = group["params"] if only is None else only[1:]
-                self._fused_step.update(
-                    group, params, inverse=inverse, rng=self.rng, found_inf=found_inf
-                )
-        except BaseException:
-            self.mark_synced()  # earlier groups have been updated
-            raise
+        self._fused_step.update(
+            group, params, inverse=inverse, rng=self.rng, found_inf=found_inf
+        )
         # Learning-rate schedulers check this flag, which torch's own step sets.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
-        if only is None:
-            optimizer_hooks.notify(self.optimizer)
-            self.advance_rng()
 
     @torch.no_grad()
     def step_param(self, param: Tensor) -> None:
@@ -406,7 +407,7 @@ class MasterWeights:
     def step(self) -> None:
         """Accumulate gradients, step the optimizer, copy back to the model weights."""
         self.accumulate_grads()
-        self.sync_before_update()
+        self.sync_external_writes()
         with self.own_step():
             if self.encoding.is_compact:
                 compact = self.master_params.values()
@@ -455,10 +456,7 @@ class MasterWeights:
     def advance_rng(self) -> None:
         """Advance the RNG of stochastic rounding by one step."""
         self.rng = RoundingRng(self.rng.seed, self.rng.step + 1)
-        self._num_compared += self._checksums is not None  # nobody compares: stop soon
         self.mark_synced()
-        if self._num_compared < COMPARED_UPDATES:
-            self._checksums = self._checksums_to_compare()
 
     def set_rng(self, seed: int, step: int) -> None:
         """Set the RNG of stochastic rounding to the state of a saved run."""
@@ -480,7 +478,6 @@ class MasterWeights:
     def mark_synced(self) -> None:
         """Record that the model weights match the master weights now."""
         self._synced = self._marks()
-        self._checksums = None
 
     def mark_param_synced(self, param: Tensor) -> None:
         """Record so for one parameter, which has just been updated alone."""
@@ -497,8 +494,8 @@ class MasterWeights:
 
         `model.load_state_dict`, clamping or weight averaging change the model; without
         the reset the next step would undo that. Neither `p.data = ...` nor writes
-        through `.data` increment the version counter: the former changes the address,
-        and `sync_before_update` detects some of the latter.
+        through `.data` increment the version counter. The former changes the address;
+        the latter are not noticed.
         """
         for master_param in self.master_params.values():
             if master_param.weight.dtype != master_param.dtype:
@@ -522,57 +519,6 @@ class MasterWeights:
                 "later change. To load a checkpoint in fp32, load it before, or into "
                 "the session."
             )
-
-    @torch.no_grad()
-    def sync_before_update(self) -> None:
-        """Follow counted writes; warn of others, which the update would undo.
-
-        Writes through `.data` are looked for until the first comparisons have arrived:
-        programs write in each step, or not.
-        """
-        self.sync_external_writes()
-        before, self._checksums = self._checksums, None
-        now = None if before is None else self._checksums_to_compare()
-        if before is None or now is None:
-            return
-        written = before[1] != now[1]
-        if before[0] != now[0]:
-            written = torch.zeros_like(written)
-        arrived = self._pending_comparisons.submit((written,))
-        self._num_compared += arrived is not None
-        if arrived is not None and any(arrived):
-            self._num_compared = COMPARED_UPDATES
-            first = [*self.master_params.values()][arrived.index(1.0)].weight
-            warn_caller(
-                f"{sum(map(bool, arrived))} weights, the first of shape "
-                f"{tuple(first.shape)}, were changed through .data, which autograd "
-                "does not count: each step writes fp32 master weights over them. "
-                "Change them without .data: 'with torch.no_grad(): p.clamp_(-c, c)'."
-            )
-
-    def _checksums_to_compare(self) -> tuple[list[object], Tensor] | None:
-        """Return layouts and sums of bits of the weights; None if not to be compared.
-
-        Compact encodings follow a write, as the weight is a part of them.
-        """
-        is_over = self._num_compared >= COMPARED_UPDATES or self.encoding.is_compact
-        if is_over or async_read.is_capturing():
-            return None
-        params = self.master_params.values()
-        weights = [local_part(param.weight.detach()) for param in params]
-        if not weights or any(map(is_quantized, weights)):
-            return None
-        layouts: list[object] = []
-        sums = []
-        for weight in weights:
-            bits = weight.view(torch.int16)
-            is_aligned = bits.numel() % 4 == bits.storage_offset() % 4 == 0
-            if is_aligned and bits.is_contiguous():
-                bits = bits.view(-1).view(torch.int64)  # `sum` would convert a copy
-            total = bits.sum(dtype=torch.int64)
-            sums.append(async_read.to_device_async(total, weights[0].device))
-            layouts.append((bits.dtype, weight.stride(), weight.device))
-        return layouts, torch.stack(sums)
 
     def _marks(self) -> tuple[list[int], list[int]]:
         weights = [*map(_WEIGHT, self.master_params.values())]
@@ -664,8 +610,6 @@ _SUM = Sgd(-1.0, 0.0, 0.0, nesterov=False, weight_decay=0.0, maximize=False)
 """SGD with lr=-1 adds the gradient to the weight, in one pass over memory."""
 _LARGE = 1 << 16
 """Elements from which calling the kernel is faster."""
-COMPARED_UPDATES = 2
-"""Comparisons of the weights with those after the last update, before the next one."""
 
 
 def _clear_low_grads_too(optimizer: Optimizer, clear: Callable[[], None]) -> None:
@@ -693,7 +637,9 @@ def _choose_kernel(
     device = model_params[0].device
     module: Any = triton_kernels
     if device.type == "cpu":
-        module = cpu_kernels if cpu_kernels.available() else eager_kernels
+        module = cpu_kernels
+        if not cpu_kernels.available():
+            return None, cpu_kernels.describe()
     elif not triton_kernels.available(device):
         return None, f"no kernel for {device}"
     elif any(group.get("dampening") for group in optimizer.param_groups):

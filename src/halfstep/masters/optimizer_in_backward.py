@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep._torch import optimizer_hooks
 from halfstep.errors import UserError
-from halfstep.masters import eager_kernels, fused_step
+from halfstep.masters import fused_step
 from halfstep.numerics.local_tensor import local_values
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class OptimizerInBackward:
         self._group_of = {p: g for g in optimizer.param_groups for p in g["params"]}
         if not self.stepped_params:
             # After the first gradient, this step's own updates have changed weights.
-            self.masters.sync_before_update()
+            self.masters.sync_external_writes()
         if in_backward:
             self.masters.consume_in_backward(self._step_param, self._group_of)
 
@@ -136,9 +136,14 @@ class OptimizerInBackward:
             )
         self.stepped_params.add(param)
         kernel = self._kernel if fused_step.can_read([gradient]) else None
-        kernels: Any = eager_kernels if kernel is None else kernel
         values = local_values(gradient.coalesce() if gradient.is_sparse else gradient)
-        found_inf, square = kernels.check_finite([values], norm=self._needs_norm)
+        if kernel is None:
+            norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+            # Squares of fp32 values cannot overflow fp64.
+            found_inf = ~norm.isfinite()
+            square = norm.square() if self._needs_norm else None
+        else:
+            found_inf, square = kernel.check_finite([values], norm=self._needs_norm)
         if found_inf:
             has_inf, has_nan = values.isinf().any(), values.isnan().any()
             self.skipped_params[param] = bool(has_inf), bool(has_nan)
@@ -149,9 +154,8 @@ class OptimizerInBackward:
             if kernel is None:
                 self.masters.step_param(param)
             else:
-                one = torch.ones((), dtype=torch.float32, device=weight.device)
-                only = self._group_of[param], param
-                self.masters.update(one, found_inf=found_inf, only=only)
+                group = self._group_of[param]
+                self.masters.update_param(group, param, found_inf=found_inf)
             self.masters.mark_param_synced(param)
         weight.grad = param.grad = None
 

@@ -365,6 +365,24 @@ def _is_functional(op: str) -> bool:
     return takes and not writes and not any(out.alias_info for out in schema.returns)
 
 
+RMS_NORM = Rule(
+    "type",
+    "RMSNorm",
+    op_tables.FP32,
+    "unlike other norms' kernels, its kernel rejects mixed dtypes",
+)
+"""At levels with 16-bit weights and fp32 norms, torch's RMSNorm is an fp32 module. The
+lean table needs no such rule: it casts the weight to the dtype of the input."""
+PARAMETRIZED = Rule(
+    "type",
+    "ParametrizationList",
+    op_tables.FP32,
+    "orthogonal maps and power iterations need fp32; their result is 16-bit",
+)
+"""At levels with 16-bit weights, a parametrized weight is computed in fp32 from fp32
+parameters and rounded once. These parameters need no master weights and have none."""
+
+
 def is_normalisation(types: Iterable[str]) -> bool:
     """Return whether a module with these class names is a normalisation layer.
 

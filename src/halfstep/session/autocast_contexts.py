@@ -1,4 +1,4 @@
-"""The autocast contexts of a Session, which share a cast cache and a recorder."""
+"""The autocast contexts of a Session, which share a cast cache."""
 
 from __future__ import annotations
 

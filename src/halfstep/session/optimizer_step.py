@@ -266,7 +266,7 @@ class OptimizerStep:
                 self.masters.update(factor)
         elif on_device:
             self._clip()
-            self.masters.sync_before_update()
+            self.masters.sync_external_writes()
             with self.masters.own_step():
                 fused_optimizers.step(optimizer, found_inf)
             self.masters.publish()

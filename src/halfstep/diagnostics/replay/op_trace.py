@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from halfstep._torch.dispatch_mode import DispatchMode
+from halfstep._torch.dispatch_mode import DispatchMode, returns_view
 from halfstep.diagnostics.replay import op_names, tensor_facts
 from halfstep.diagnostics.replay.op_names import Cast, TorchCalls
 from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds, storage_key
@@ -154,16 +154,13 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
         }
         self._shapes = {p.shape for p in modules.root.parameters()}
 
-    def __torch_dispatch__(
+    def run(
         self,
         func: torch._ops.OpOverload,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:  # noqa: ANN401
         """Run an operation and trace its inputs and outputs."""
-        del types
-        kwargs = kwargs or {}
         name = op_names.aten_name(func)
         written = _written_tensors(func, args, kwargs)
         self.num_ops += 1
@@ -173,8 +170,7 @@ class OpTracer(DispatchMode):  # type: ignore[no-untyped-call]
             self._exchanged = True
             self.sent |= self.sources(tensor_facts.floats((args, kwargs)))
             return func(*args, **kwargs)
-        is_view = any(out.alias_info for out in func._schema.returns)  # noqa: SLF001
-        if is_view and not written:
+        if returns_view(func) and not written:
             self.modules.note(name)
             return func(*args, **kwargs)
         _check_indices(name, args, self.modules)
