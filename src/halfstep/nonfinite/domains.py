@@ -29,6 +29,16 @@ def local_data(value: Tensor) -> Tensor:
     return local if local.layout == torch.strided else local.values()
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, such as "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def range_text(dtype: torch.dtype) -> str:
+    """Return the largest number of a dtype, such as "float16 holds 65504"."""
+    return f"{dtype_name(dtype)} holds {torch.finfo(dtype).max:.6g}"
+
+
 class DomainError(NamedTuple):
     """Values at which an operation, or its derivative, is infinite or undefined."""
 
@@ -238,7 +248,7 @@ def _lost_eps(evidence: str, dtype: torch.dtype | None) -> str:
         least = torch.finfo(dtype).smallest_normal * 2**-10
         return f" (float16 holds nothing below {least:.1g}: a smaller eps is 0)"
     if evidence.endswith(("-1", " 1")) and dtype is not None and is_low(dtype):
-        name, below = str(dtype).removeprefix("torch."), 1 - torch.finfo(dtype).eps / 2
+        name, below = dtype_name(dtype), 1 - torch.finfo(dtype).eps / 2
         return f" ({name} holds nothing from {below:.4g} to 1: 1 - 1e-06 is 1 there)"
     return ""
 

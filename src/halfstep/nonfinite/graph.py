@@ -28,6 +28,7 @@ from halfstep.nonfinite.domains import (
     UNSCALE,
     counted,
     local_data,
+    range_text,
 )
 from halfstep.nonfinite.optimizer_eps import weight_advice
 from halfstep.nonfinite.origin import BadOp, module_rule
@@ -258,8 +259,6 @@ class _Op:
         self.outputs = node._input_metadata  # noqa: SLF001 -- backward takes what it gave
         self.dtype = self.outputs[0].dtype
         self.limit = torch.finfo(self.dtype).max
-        name = str(self.dtype).removeprefix("torch.")
-        self.range_text = f"{name} holds {self.limit:.6g}"
         # Only casts to float16 are likely to overflow.
         is_cast = self.kind == "ToCopy"
         widens = is_cast and self.dtype != torch.float16
@@ -443,7 +442,7 @@ class _Graph:
             self.in_range.add((op.node, 0))
         if not op.limit < absmax < math.inf:
             return None
-        evidence = f"its {what} reaches {absmax:.1e}, {op.range_text}"
+        evidence = f"its {what} reaches {absmax:.1e}, {range_text(op.dtype)}"
         return self._out_of_range([op], self._describe_op(op), evidence, "inf")
 
     def unexplained(self, op: _Op) -> BadOp | None:
@@ -477,7 +476,7 @@ class _Graph:
             cause, evidence = "zero", f"it makes {kind}, yet {reached}"
             advice = "Print its inputs: it is not defined for one of them."
         else:
-            evidence = f"its result holds {kind}, {reached}, {narrow.range_text}"
+            evidence = f"its result holds {kind}, {reached}, {range_text(narrow.dtype)}"
             return self._out_of_range(suspects, where, evidence, kind)
         return _bad_op(cause, where, evidence, advice, kind)
 

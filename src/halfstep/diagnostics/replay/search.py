@@ -20,7 +20,6 @@ from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
 from halfstep.distributed import process_group
 from halfstep.distributed.ddp import unwrap
 from halfstep.errors import UserError, require, require_type
-from halfstep.nonfinite.graph import is_unscaled
 from halfstep.scaling.collapse import LossHistory
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def find_nonfinite(
         second = replay(scale)
         result = result if result.has_failed else second
     low = replay(1.0) if together or (result.in_backward and scale > 1) else None
-    context = replace(context, part=result.part, grad_scale=result.grad_scale)
+    context = replace(context, part=result.part)
     if result.index_error is not None:
         return causes.out_of_range(result.index_error, context)
     if not result.nonfinite:
@@ -208,8 +207,6 @@ class _ReplayResult:
     gradients: Sequence[Tensor | None] = ()
     overflow: NonFiniteEvent | None = None
     """First overflow of the forward pass that is finite in fp32, even if hidden."""
-    grad_scale: float = 1.0
-    """Loss scale that gradients in the loss were not divided by."""
 
     @property
     def has_failed(self) -> bool:
@@ -275,9 +272,6 @@ def _run(
                 with tracer.calls:
                     loss = step()
                 check_loss(source, loss, needs_graph=False)
-                grad_scale = tracer.calls.grad_scale
-                if grad_scale > 1 and is_unscaled(loss, grad_scale):
-                    grad_scale = 1.0
                 tracer.in_backward = True
                 grads = gradients(model, loss, scale, trained)
         except OutOfRange as error:
@@ -307,7 +301,6 @@ def _run(
             num_ops=tracer.num_ops,
             gradients=grads,
             overflow=tracer.overflow,
-            grad_scale=grad_scale,
         )
 
 
