@@ -464,7 +464,7 @@ def test_a_graph_outlives_the_probe() -> None:
 
 
 REFUSED: dict[str, Callable[[], object]] = {
-    "mode='all'": lambda: hs.Probe(net(), "all"),  # type: ignore[arg-type]
+    "mode='all'": lambda: hs.Probe(net(), "all"),
     "every=0": lambda: hs.Probe(net(), every=0),
     "every=True": lambda: hs.Probe(net(), every=True),
     "after=-1": lambda: hs.Probe(net(), after=-1),

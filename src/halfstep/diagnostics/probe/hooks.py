@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from halfstep.numerics.formats import FloatFormat
 
+    _Hook = Callable[[nn.Module, Any, Any], None]
+
 Key = tuple[int, str]
 """Index of a name, and the dtype observed under it."""
 FlagOrStats = bool | Tensor | tuple[Counts, str] | None
@@ -255,7 +257,7 @@ class Hooks:
         self._outputs = {}
         self._end_queued = False
 
-    def _hook(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
+    def _hook(self, number: int) -> _Hook:
         hooked = self.modules[number][1]
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401
@@ -264,11 +266,11 @@ class Hooks:
             if module is hooked and self.on and self.sampling:
                 self._observe_output(number, output)
 
-        return torch.compiler.disable(
-            hook,
-            reason="halfstep.Probe reads each module's output between two graphs; "
-            "detach it for one graph (fullgraph=True)",
+        why = (
+            "halfstep.Probe reads outputs between graphs; detach it for fullgraph=True"
         )
+        disabled: _Hook = torch.compiler.disable(hook, reason=why)  # type: ignore[no-untyped-call]
+        return disabled
 
     def _observe_output(self, number: int, output: Any) -> None:  # noqa: ANN401
         """Measure a module's outputs and register hooks on their gradients."""
