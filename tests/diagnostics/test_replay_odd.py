@@ -366,15 +366,16 @@ def test_hardware_is_named_once_the_sum_was_looked_at() -> None:
 
 def test_a_sum_of_sparse_gradients_beyond_float32() -> None:
     """Law: rows of an embedding are added; bfloat16, no wider, is not advised."""
-    table, ids = nn.Embedding(5, 2, sparse=True), torch.tensor([1, 3])
+    table, ids = nn.Embedding(5, 2, sparse=True), torch.tensor([1, 1])
+    nn.init.zeros_(table.weight)
 
     def step() -> Tensor:
-        return (table(ids) * 1.5e38).sum()
+        return (table(ids) * 1e38).sum()
 
-    assert not hs.find_nonfinite(table, [step] * 2)
-    bad = required(hs.find_nonfinite(table, [step] * 3))
+    assert not hs.find_nonfinite(table, [step])
+    bad = required(hs.find_nonfinite(table, [step] * 2))
     assert (bad.module, bad.op, bad.dtype) == ("model", "add", "float32")
-    assert bad.advice == "Divide each loss by 3."
+    assert bad.advice == "Divide each loss by 2."
 
 
 @pytest.mark.parametrize(
