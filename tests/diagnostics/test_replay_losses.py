@@ -126,17 +126,13 @@ def test_checkpoints_change_no_verdict() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(8, 8)
-            self.end = Steep()
+            self.end = Level()
 
         def forward(self, x: Tensor) -> Tensor:
             return self.end(checkpoint(self.inner, x, use_reentrant=False))
 
-    class Steep(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x.float() * 1e9).sum() * 1e-9 * 1e9
-
     bad = found(Recomputed())
-    assert (bad.module, bad.cause, bad.phase) == ("end", "loss function", "backward")
+    assert (bad.module, bad.cause) == ("end", "loss function")
 
 
 def probability(out: Tensor) -> Tensor:
