@@ -94,16 +94,16 @@ def _is_zero(values: Tensor) -> Tensor:
 
 
 @functools.cache
-def _has_slope_at_0(function: Callable[[Tensor, Tensor], Tensor]) -> bool:
-    """Return whether torch's derivative of a function of two tensors is finite at 0."""
+def _atan2_has_slope_at_0() -> bool:
+    """Return whether torch's derivative of `atan2` is finite at 0, 0."""
     with torch.enable_grad():
         zero = torch.zeros((), device="cpu", requires_grad=True)
-        (slope,) = torch.autograd.grad(function(zero, zero), zero)
+        (slope,) = torch.autograd.grad(torch.atan2(zero, zero), zero)
     return bool(slope.isfinite())
 
 
 def _both_0(first: Tensor, second: Tensor) -> Tensor:
-    return (first == 0) & (second == 0) & (not _has_slope_at_0(torch.atan2))
+    return (first == 0) & (second == 0) & (not _atan2_has_slope_at_0())
 
 
 _LOGS, _NORMS = "log log2 log10", "native_layer_norm native_group_norm"

@@ -263,8 +263,7 @@ class _Op:
         is_cast = self.kind == "ToCopy"
         widens = is_cast and self.dtype != torch.float16
         self.keeps_values = widens or _SHAPE_OPS.match(self.kind) is not None
-        is_leaf = self.leaf is not None
-        self.carries_values = self.keeps_values or is_cast or is_leaf
+        self.carries_values = self.keeps_values or is_cast or self.leaf is not None
         has_constants = len(self.edges) < len(node.next_functions)
         self.adds_constants = self.kind in _ADDING_OPS and has_constants
         self.has_unread = False

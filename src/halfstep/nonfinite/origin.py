@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -89,9 +88,8 @@ class BadOp(Report):
         return f"{head}: {self.evidence}. {self.advice}"
 
     def data(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`; all floats are finite or null."""
-        is_finite = self.inputs is not None and math.isfinite(self.inputs)
-        return asdict(self) | {"inputs": self.inputs if is_finite else None}
+        """Return plain values for `json.dumps`."""
+        return asdict(self)
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BadOp:
