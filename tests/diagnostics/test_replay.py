@@ -331,7 +331,7 @@ def summed() -> Tensor:
 REFUSED: dict[str, dict[str, Any]] = {
     "model is of type function": {"model": evaluated},
     "step is of type NoneType": {"step": None},
-    r"step=\[\] is empty": {"step": []},
+    "step=<list> must be a function": {"step": []},
     "step is of type str": {"step": [summed, "loss"]},
     "step ran the backward pass itself": {"step": with_backward},
     "returned a NoneType": {"step": lambda: None},
@@ -339,7 +339,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"shape \(\) and torch.int64": {"step": lambda: ONES.sum().long()},
     # Neither cleared nor laid to the hardware.
     "'evaluated' returned a loss without a graph": {"step": evaluated, "failed": True},
-    "summed_in='fp32'": {"summed_in": "fp32"},
     r"scale=0\.0": {"scale": 0.0},
     "scale='big'": {"scale": "big"},
 }

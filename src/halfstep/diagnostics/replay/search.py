@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -98,9 +98,6 @@ def find_nonfinite(
     steps = _check_steps(step)
     valid = isinstance(scale, int | float) and 0 < scale < math.inf
     require("scale", scale, valid, "a finite number above 0")
-    is_float = isinstance(summed_in, torch.dtype) and summed_in.is_floating_point
-    right = "a floating dtype, such as torch.float32, or None"
-    require("summed_in", summed_in, summed_in is None or is_float, right)
     history = losses if isinstance(losses, LossHistory) else LossHistory()
     for loss in () if isinstance(losses, LossHistory) else losses:
         history.add(float(loss))
@@ -147,17 +144,14 @@ def find_overflow(model: nn.Module, step: Step, scale: float) -> BadOp | None:
     return None if event is None else causes.bad_op(event, context)
 
 
-def _check_steps(step: Step | Sequence[Step]) -> list[Step]:
+def _check_steps(step: Step | Sequence[Step]) -> Sequence[Step]:
     """Return one callable for each micro-batch; raise UserError for invalid ones."""
-    several = isinstance(step, Sequence) and not isinstance(step, str)
-    steps: list[Any] = [*step] if several else [step]  # type: ignore[misc]
-    if not steps:
-        message = "step=[] is empty; it must be a function, or a list of at least one."
-        raise UserError(message)
+    steps = step if isinstance(step, Sequence) else [step]
     expected = (
         "a function that computes the loss, such as lambda: loss_fn(model(x), y), or "
         "a list with one for each micro-batch"
     )
+    require("step", step, bool(steps), expected)
     for one in steps:
         require_type("step", one, callable(one), expected)
     return steps
