@@ -518,7 +518,8 @@ class _Graph:
             what = _with_names(consumers[0].name, self._names(consumers[0]))
             evidence += f"; {what} takes it in float16"
         base, *old = self.policy.split(" + ")
-        rules = [rule for rule in self._fp32_rules(low, consumers) if rule not in old]
+        proposed = self._fp32_rules([*low, *consumers])
+        rules = [rule for rule in proposed if rule not in old]
         advice = "Scale down or normalise its inputs."
         if rules:
             policy = " + ".join([base, *rules, *old])  # the first that matches decides
@@ -528,24 +529,18 @@ class _Graph:
 
     def _low_consumers(self, ops: list[_Op]) -> list[_Op]:
         """Return the operations that cast results of `ops` to float16."""
-        users: dict[Node, list[_Op]] = {}
-        for op in self.ops.values():
-            for node, _ in op.edges:
-                users.setdefault(node, []).append(op)
-        consumers: dict[_Op, None] = {}
-        pending, visited = [*ops], {*ops}
-        while pending:
-            for op in users.get(pending.pop().node, ()):
-                if op in visited or op.dtype != torch.float16:
-                    continue
-                visited.add(op)
-                if _LOW_OPS.match(op.kind):
-                    consumers[op] = None
-                elif not _SATURATING_OPS.match(op.kind):
-                    pending.append(op)
-        return [*consumers]
+        reached, consumers = {op.node for op in ops}, []
+        for node, op in self.ops.items():  # in forward order
+            takes = any(maker in reached for maker, _ in op.edges)
+            if not takes or node in reached or op.dtype != torch.float16:
+                continue
+            if _LOW_OPS.match(op.kind):
+                consumers.append(op)
+            elif not _SATURATING_OPS.match(op.kind):
+                reached.add(node)
+        return consumers
 
-    def _fp32_rules(self, suspects: list[_Op], consumers: list[_Op]) -> list[str]:
+    def _fp32_rules(self, ops: list[_Op]) -> list[str]:
         """Return rules that keep operations in fp32.
 
         One for each module whose parameters they take, if all take some. Otherwise one
@@ -553,7 +548,6 @@ class _Graph:
         names of parameters show one; its path must not end in a number, because the
         same then happens in other layers. Otherwise one for each function of torch.
         """
-        ops = dict.fromkeys([*suspects, *consumers])
         paths = {op: self._module(op) for op in ops}
         if not all(paths.values()):
             inputs = {path for op in ops for path in self._input_modules(op, paths)}
