@@ -75,6 +75,8 @@ def test_every_sentence_is_whole(found: dict[str, BadOp]) -> None:
         assert not bad.rule or f"rule '{bad.rule}'" in bad.advice
         assert not bad.rule or Policy.parse(f"torch + {bad.rule}")
         assert BadOp.from_data(bad.data()) == bad
+        finding = bad.finding()
+        assert (finding.where, finding.severity == "note") == (bad.place, bad.normal)
 
 
 RANGE = [

@@ -276,12 +276,10 @@ def test_a_module_that_runs_twice() -> None:
     """Law: its name stands for both results, and for the gradients of both."""
     broken = Broken()
     model = nn.Sequential(nn.Linear(4, 4), broken, nn.Tanh(), broken)
+    broken.backward_value = NAN
     with hs.Probe(model, "full") as probe:
-        step(probe, model)
-        assert probe.stats["1:output"].count == probe.stats["1:grad"].count == 24
-    with hs.Probe(model) as probe:
-        broken.backward_value = NAN
         found = step(probe, model)
+        assert probe.stats["1:output"].count == probe.stats["1:grad"].count == 24
         assert {"1:grad", "2:grad"} <= {*found}
         assert "model:grad" not in found
 
@@ -303,34 +301,27 @@ def test_tensors_without_elements() -> None:
 
 
 def test_sampled(tmp_path: Path) -> None:
-    """Law: statistics in the first step and each K from then on, in the file too."""
+    """Law: statistics in the first step and each K from then on, in the file too.
+
+    Events have the number and the loss scale that a step was given, if any.
+    """
     model = net()
     path = tmp_path / "metrics.jsonl"
     counted = []
     with hs.Probe(model, "sampled", every=3, log=path) as probe:
-        for number in range(7):
+        for number in range(6):
             step(probe, model, X * (number + 1))
             counted.append(probe.arrived)
-        assert counted == [1, 1, 1, 4, 4, 4, 7]
+        assert counted == [1, 1, 1, 4, 4, 4]
+        passes(model)
+        probe.step(41, scale=1024.0)
         last = {name: stats.data() for name, stats in probe.stats.items()}
     events = [json.loads(text) for text in path.read_text().splitlines()]
-    assert [event["step"] for event in events] == [1, 4, 7]
+    told = [(event["step"], event.get("scale")) for event in events]
+    assert told == [(1, None), (4, None), (41, 1024.0)]
     assert {event["event"] for event in events} == {"stats"}
     assert events[-1]["tensors"] == last
     assert events[-1]["tensors"]["0:output"]["count"] == 18
-
-
-def test_numbers_and_scales() -> None:
-    """Law: events have the number and the loss scale that a step was given, if any."""
-    model, events = net(), []
-    with hs.Probe(model, "full", log=events.append) as probe:
-        for given in ({"number": 41}, {"scale": 1024.0}):
-            passes(model)
-            probe.step(**given)
-    assert [(event["step"], event.get("scale")) for event in events] == [
-        (41, None),
-        (42, 1024.0),
-    ]
 
 
 def test_gradients_are_told_once() -> None:
@@ -387,19 +378,11 @@ def test_a_failed_pass(*, ends: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["flags", "full"])
-def test_nothing_waits(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: no number is read from a tensor, in passes or in `step`."""
-    monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
-    monkeypatch.setattr(async_read.DelayedTensors, "submit", lambda *_: [])
-    model = net()
-    with hs.Probe(model, mode) as probe, NoWaiting():
-        for _ in range(3):
-            step(probe, model)
-
-
-@pytest.mark.parametrize("mode", ["flags", "full"])
 def test_elsewhere(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: as on a GPU, where flags stay on the device: the same is found."""
+    """Law: as on a GPU, where flags stay on the device: the same is found.
+
+    No number is read from a tensor, in passes or in `step`.
+    """
     model = net()
     model[1].broken.forward_value = INF
     with hs.Probe(model, mode) as probe:
@@ -407,6 +390,10 @@ def test_elsewhere(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_read, "READABLE_DEVICES", frozenset())
     with hs.Probe(model, mode) as probe:
         assert step(probe, model) == here
+    monkeypatch.setattr(async_read.DelayedTensors, "submit", lambda *_: [])
+    with hs.Probe(model, mode) as probe, NoWaiting():
+        for _ in range(3):
+            step(probe, model)
 
 
 def test_order_over_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,44 +442,29 @@ def test_without_a_trace(mode: Any) -> None:
         assert not parameter._post_accumulate_grad_hooks
     with pytest.raises(RuntimeError, match="the probe was detached; make another one"):
         probe.step()
-
-
-def test_a_graph_outlives_the_probe() -> None:
-    """Law: a backward pass after `detach` is nobody's."""
-    model = net()
     probe = hs.Probe(model, "full")
     out = model(X)
     probe.detach()
-    out.sum().backward()
-    assert not [name for name in probe.stats if name.endswith("grad")]
+    out.sum().backward()  # a graph that outlives the probe
+    assert not probe.stats
 
 
 REFUSED: dict[str, Callable[[], object]] = {
-    "mode='all' must be one of flags, sampled, full.": (lambda: hs.Probe(net(), "all")),
-    "every=0 must be 1 or more.": lambda: hs.Probe(net(), every=0),
-    "every=True must be 1 or more.": lambda: hs.Probe(net(), every=True),
-    "after=-1 must be 0 or more.": lambda: hs.Probe(net(), after=-1),
-    "scale=0.0 must be a finite number above 0, or None.": (
-        lambda: hs.Probe(net()).step(scale=0.0)
-    ),
-    "scale=inf must be a finite number above 0, or None.": (
-        lambda: hs.Probe(net()).step(scale=INF)
-    ),
-    "log=none/x: there is no folder none; make it first.": (
-        lambda: hs.Probe(net(), log="none/x")
-    ),
-    "dtype='fp8' is not a format; choose one of fp32, bf16, fp16.": (
-        lambda: hs.Probe(net(), casts=("fp8",))
-    ),
+    "mode='all'": lambda: hs.Probe(net(), "all"),
+    "every=0": lambda: hs.Probe(net(), every=0),
+    "every=True": lambda: hs.Probe(net(), every=True),
+    "after=-1": lambda: hs.Probe(net(), after=-1),
+    "scale=0.0": lambda: hs.Probe(net()).step(scale=0.0),
+    "log=none/x: there is no folder": lambda: hs.Probe(net(), log="none/x"),
+    "dtype='fp8'": lambda: hs.Probe(net(), casts=("fp8",)),
 }
 
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_refused(text: str) -> None:
-    """Law: what makes no sense is refused, with what would."""
-    with pytest.raises(UserError) as caught:
+    """Law: a value that makes no sense is refused."""
+    with pytest.raises(UserError, match=f"^{text}"):
         REFUSED[text]()
-    assert str(caught.value) == text
 
 
 # With a session

@@ -19,8 +19,8 @@ import halfstep as hs
 from halfstep.distributed import process_group
 from halfstep.errors import UserError
 
-DDP = ("mlp data nan", "cnn cast eager", "bert amplified eager", "cnn root eager")
-SHARDED = ("bert overflow eager", "bert amplified eager", "bert root eager")
+DDP = ("cnn cast eager", "bert amplified eager")
+SHARDED = ("bert overflow eager", "bert root eager")
 
 
 def alone(name: str) -> Callable[[dist.ProcessGroup], dict[str, Any]]:
@@ -224,8 +224,7 @@ def test_all_ask_together(name: str) -> None:
 # A probe under DDP and FSDP2, over two ranks.
 
 
-MODES = ("flags", "full")
-KINDS = ("ddp", "fsdp")
+WRAPPED = (("ddp", "flags"), ("fsdp", "full"))
 
 
 def _wrapped(kind: str, group: dist.ProcessGroup) -> nn.Module:
@@ -260,11 +259,10 @@ def _case(kind: str, mode: Any) -> Callable[[dist.ProcessGroup], dict[str, Any]]
     return case
 
 
-CASES |= {f"{kind} {mode}": _case(kind, mode) for kind in KINDS for mode in MODES}
+CASES |= {f"{kind} {mode}": _case(kind, mode) for kind, mode in WRAPPED}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode"), WRAPPED)
 def test_each_rank_sees_its_own(kind: str, mode: str) -> None:
     """Law: what broke on one rank is flagged there; gradients, once averaged, on both.
 

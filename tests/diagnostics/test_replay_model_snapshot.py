@@ -14,13 +14,15 @@ import halfstep as hs
 X = torch.linspace(-1, 1, 32).view(4, 8)
 
 
-def late(model: nn.Module) -> None:
-    """Register a buffer, and a second of a size that a set remembers."""
+def buffers(model: nn.Module) -> None:
+    """Register two, one of a size that a set remembers; replace and resize others."""
     if not hasattr(model, "table"):
         model.register_buffer("table", torch.ones(8))
     if 8 not in model.sizes:
         model.sizes.add(8)
         model.register_buffer("mask8", torch.ones(8), persistent=False)
+    model.old = torch.zeros(len(model.old) + 1)
+    model.older.resize_(5).fill_(7)
 
 
 def removed(model: nn.Module) -> None:
@@ -28,51 +30,32 @@ def removed(model: nn.Module) -> None:
         del model.old
 
 
-def replaced(model: nn.Module) -> None:
-    """Put another tensor in a buffer's place, of another size."""
-    model.old = torch.zeros(len(model.old) + 1)
-
-
-def grown(model: nn.Module) -> None:
-    model.old.resize_(5).fill_(7)
-
-
-def renormed(model: nn.Module) -> None:
-    """Write into a weight, as a table with a largest norm does."""
+def weights(model: nn.Module) -> None:
+    """Write into a weight and its gradient, as a table with a largest norm does."""
     with torch.no_grad():
         model.inner.weight.mul_(0.5)
+    model.inner.weight.grad.zero_()
+    model.inner.bias.requires_grad_(requires_grad=False)
 
 
-def swapped(model: nn.Module) -> None:
-    """Put other memory under a weight, as clipping by hand does, and write there."""
-    weight = model.inner.weight
+def memory(model: nn.Module) -> None:
+    """Put other memory under weights, one in another format, and write there."""
+    weight, bias = model.inner.weight, model.inner.bias
     weight.data = weight.data * 0.5
     weight.data.add_(1)
+    bias.data.add_(1)
+    bias.data = bias.data.half()
 
 
-def narrowed(model: nn.Module) -> None:
-    """Write into a weight, then store it in another format."""
-    model.inner.bias.data.add_(1)
-    model.inner.bias.data = model.inner.bias.data.half()
-
-
-def cleared(model: nn.Module) -> None:
-    model.inner.weight.grad.zero_()
-
-
-def frozen(model: nn.Module) -> None:
-    model.inner.bias.requires_grad_(requires_grad=False)
+def modules(model: nn.Module) -> None:
     model.eval()
-
-
-def hooked(model: nn.Module) -> None:
     model.inner.register_forward_hook(lambda *_: None)
     model.register_full_backward_pre_hook(lambda *_: None)
     model.register_parameter("more", nn.Parameter(torch.zeros(2)))
     model.add_module("other", nn.Linear(2, 2))
 
 
-def noted(model: nn.Module) -> None:
+def containers(model: nn.Module) -> None:
     """Count, list, and write into a tensor that is no buffer."""
     model.calls += 1
     model.seen.append(1)
@@ -82,7 +65,7 @@ def noted(model: nn.Module) -> None:
     model.kinds["a"] += 1
 
 
-def drawn(model: nn.Module) -> None:
+def random_numbers(model: nn.Module) -> None:
     import numpy as np
 
     del model
@@ -100,6 +83,7 @@ class Restless(nn.Module):
         super().__init__()
         self.inner = nn.Linear(8, 8)
         self.register_buffer("old", torch.ones(3))
+        self.register_buffer("older", torch.ones(3))
         self.sizes: set[int] = set()
         self.seen: list[int] = []
         self.deep: dict[str, list[int]] = {"a": [1]}
@@ -134,10 +118,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-CHANGES = (
-    *(late, removed, replaced, grown, renormed, swapped, narrowed, cleared, frozen),
-    *(hooked, noted, drawn),
-)
+CHANGES = buffers, removed, weights, memory, modules, containers, random_numbers
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

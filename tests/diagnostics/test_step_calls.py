@@ -21,6 +21,7 @@ from halfstep.diagnostics.step_calls import CHECKED
 from halfstep.errors import UserError
 from halfstep.reporting.finding import Finding
 
+BF16, FP32 = torch.bfloat16, torch.float32
 SCALERS = {"torch": torch.amp.GradScaler, "halfstep": hs.GradScaler}
 
 
@@ -73,18 +74,6 @@ def test_optimizers_in_turn(kind: str) -> None:
     assert found(lambda: next(turns).step()) == []
 
 
-@pytest.mark.parametrize("kind", SCALERS)
-def test_one_of_two_made_anew(kind: str) -> None:
-    """Law: a scaler that each step makes is told beside one that is kept."""
-    kept = Loop(kind)
-
-    def step() -> None:
-        kept.step()
-        Loop(kind).step()
-
-    assert "GradScaler" in str(found(step))
-
-
 def lerp(average: Tensor, weight: Tensor) -> None:
     average.lerp_(weight.to(average.dtype), 1e-4)
 
@@ -97,24 +86,23 @@ def foreach(average: Tensor, weight: Tensor) -> None:
     torch._foreach_lerp_([average], [weight.to(average.dtype)], 1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("average", [lerp, multiply_add, foreach])
 def test_an_average_that_stands_still(
-    dtype: torch.dtype, average: Callable[[Tensor, Tensor], None]
+    average: Callable[[Tensor, Tensor], None],
 ) -> None:
-    """Law: of an average in 16 bits whose changes are rounded away it is told."""
+    """Law: an average in 16 bits is named, however it is written; not one in fp32."""
     loop = Loop()
-    copy = loop.model.weight.detach().to(dtype, copy=True)
+    low, wide = (loop.model.weight.detach().to(t, copy=True) for t in (BF16, FP32))
 
-    @torch.no_grad()
     def step() -> None:
-        with torch.enable_grad():
-            loop.step()
-        average(copy, loop.model.weight)
+        loop.step()
+        with torch.no_grad():
+            average(low, loop.model.weight)
+            average(wide, loop.model.weight)
 
-    findings = found(step)
-    assert [each.rule for each in findings] == ["16-bit sum"] * (dtype.itemsize < 4)
-    assert all(each.where == "a tensor of shape (4, 8)" for each in findings)
+    (finding,) = found(step)
+    assert finding.rule == "16-bit sum"
+    assert finding.where == "a tensor of shape (4, 8)"
 
 
 def test_a_copy_in_16_bits_is_no_average() -> None:
@@ -131,43 +119,19 @@ def test_a_copy_in_16_bits_is_no_average() -> None:
     assert found(step) == []
 
 
-@pytest.mark.parametrize("sizes", [[1.0], [1.0] * 8, [256.0] + [1.0] * 32])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_added_in_16_bits(dtype: torch.dtype, sizes: list[float]) -> None:
-    """Law: a sum that rounding spoils is told, one that it does not is not."""
+def test_sums_and_logarithms_that_lose_little() -> None:
+    """Law: eight gradients in bf16, and log-probabilities in a loss, are no fault."""
     loop = Loop()
-    model = nn.Linear(4, 1).to(dtype)
+    model = nn.Linear(4, 3).bfloat16()
 
     def step() -> None:
         loop.step()
         model.zero_grad()
-        for size in sizes:
-            model(torch.full((1, 4), size, dtype=dtype)).sum().backward()
-
-    spoilt = dtype == torch.bfloat16 and len(sizes) > 8
-    findings = found(step)
-    assert [each.rule for each in findings] == ["16-bit sum"] * spoilt
-    assert all("those of 33 backward passes" in str(each) for each in findings)
-
-
-@pytest.mark.parametrize("use", ["ratio", "ratio of floats", "cross entropy"])
-def test_log_probabilities_in_16_bits(use: str) -> None:
-    """Law: they are noted where they are compared, and not in a cross entropy."""
-    loop = Loop()
-    model = nn.Linear(4, 3)
-
-    def step() -> None:
-        loop.step()
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(torch.ones(2, 4))
-        logp = (logits.float() if "floats" in use else logits).log_softmax(-1)
-        if use == "cross entropy":
+        for _ in range(8):
+            logp = model(torch.ones(2, 4, dtype=BF16)).log_softmax(-1)
             nn.functional.nll_loss(logp, torch.tensor([0, 1])).backward()
-        else:
-            (logp - logp.detach()).exp().mean().backward()
 
-    notes = [each for each in found(step) if each.rule == "log-probabilities"]
-    assert [each.severity for each in notes] == ["note"] * (use == "ratio")
+    assert found(step) == []
 
 
 def test_a_mode_of_the_program() -> None:
@@ -319,13 +283,15 @@ def test_updates_that_were_none_are_not_lost(fused: bool) -> None:
 
 
 def test_low_weights_under_o1() -> None:
-    """Law: weights that are low where the level keeps them in fp32 are told of."""
-    parts, step = by_hand(torch.bfloat16, autocast=torch.bfloat16)
-    assert "weights already low" in rules(hs.diagnose(step, **parts, level="O1"))
-    parts, step = by_hand(autocast=torch.bfloat16)
-    found = hs.diagnose(step, **parts)
-    assert found.facts.config.level == "O1"
-    assert "weights already low" not in rules(found)
+    """Law: weights that are low where the level keeps them in fp32 are named.
+
+    The level of weights in fp32 under autocast is known.
+    """
+    for dtype, level in ((BF16, "O1"), (FP32, None)):
+        parts, step = by_hand(dtype, autocast=BF16)
+        found = hs.diagnose(step, **parts, level=level)
+        assert ("weights already low" in rules(found)) == (dtype == BF16)
+        assert found.facts.config.level == "O1"
 
 
 def session(level: str, dtype: str, **options: Any) -> hs.Session:
@@ -399,17 +365,13 @@ def test_what_it_says() -> None:
         ({"step": 5}, "step is of type int; it must be a function"),
         ({"dtype": "fp8"}, "dtype='fp8' is not a format"),
         ({"level": "O9"}, "level='O9' is not a level"),
-        ({"device": "gpu"}, "device='gpu' must be that of a device here"),
         ({"device": "meta"}, "device='meta' must be that of a device here"),
         ({"device": 1.5}, "device=1.5 must be that of a device here"),
         ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
         ({"warmup": None}, "warmup=None must be a whole number of at least 0"),
-        ({"profiled": 1.5}, "profiled=1.5 must be a whole number of at least 1"),
         ({"batches": 5}, "batches is of type int; it must be a collection of batches"),
         ({"session": "a"}, "session is of type str; it must be a halfstep.Session"),
-        ({"model": "a"}, "model is of type str; it must be a torch.nn.Module"),
         ({"optimizer": "a"}, "optimizer is of type str; it must be a torch.optim.Opt"),
-        ({"scaler": "a"}, "scaler is of type str; it must be a GradScaler"),
     ],
 )
 def test_refused(given: dict[str, Any], words: str) -> None:

@@ -140,20 +140,6 @@ def test_a_batch_of_nan_is_told_first(loop: str) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_healthy_loop_is_told_so(loop: str) -> None:
-    """Law: nothing is said of finite numbers but that they were looked at."""
-    step, parts, _ = LOOPS[loop](Net())
-    found = hs.diagnose(step, batches=batches(), **parts)
-    assert RULE not in {each.rule for each in found.findings}
-    assert found.numerics.failed == ()
-    said = (
-        "Losses of 9 steps, gradients of the first 3, weights and buffers are finite."
-    )
-    assert str(found.numerics) == said
-    assert said in str(found).replace("\n", " ")
-
-
-@pytest.mark.parametrize("loop", LOOPS)
 def test_nothing_is_changed_by_the_replay(loop: str) -> None:
     """Law: a program that is diagnosed takes the very steps it takes otherwise.
 
@@ -217,14 +203,20 @@ def test_the_first_loss_that_fails_is_run_again(loop: Callable[..., Parts]) -> N
     assert found.numerics.bad_op.cause == "data"
 
 
-def test_no_finding_refers_to_a_note() -> None:
-    """Law: a loss that fails after the steps that can be replayed is not explained."""
-    step, parts, _ = settling(scaled)
-    found = hs.diagnose(step, batches=batches(bad=6), **parts)
-    what = found.findings[0]
-    assert (what.rule, what.where, what.severity) == (RULE, "step 6", "error")
-    assert "larger warmup" in what.advice
-    assert "see the finding" not in str(found)
+def test_a_later_step_needs_a_larger_warmup() -> None:
+    """Law: a loss that fails in a timed step is named, not replayed, nor explained.
+
+    The note on the steps before it, while the scale settles, is no explanation.
+    """
+    for step, parts, _ in (scaled(Net()), settling(scaled)):
+        found = hs.diagnose(step, batches=batches(bad=6), **parts)
+        what = found.findings[0]
+        assert (what.rule, what.where, what.severity) == (RULE, "step 6", "error")
+        assert "larger warmup" in what.advice
+        assert "see the finding" not in str(found)
+    data = batches(bad=6)
+    found = hs.diagnose(step, batches=data, warmup=6, steps=2, profiled=1, **parts)
+    assert first(found)[0].where == "step 6"
 
 
 @pytest.mark.parametrize("bad", [1, 99])
@@ -346,18 +338,6 @@ def test_why_it_could_not_be_run_again() -> None:
     what = found.findings[0]
     assert (what.rule, what.severity) == (RULE, "error")
     assert "updates weights before a backward pass" in what.advice
-
-
-def test_a_later_step_is_told_too() -> None:
-    """Law: a loss that is not finite is told in a step that is timed, not replayed."""
-    step, parts, _ = scaled(Net())
-    found = hs.diagnose(step, batches=batches(bad=6), **parts)
-    what = found.findings[0]
-    assert (what.rule, what.where, what.severity) == (RULE, "step 6", "error")
-    assert "larger warmup" in what.advice
-    data = batches(bad=6)
-    found = hs.diagnose(step, batches=data, warmup=6, steps=2, profiled=1, **parts)
-    assert first(found)[0].where == "step 6"
 
 
 def test_a_collapse_is_told_with_the_replay() -> None:

@@ -5,9 +5,7 @@ started as a program, this file records it again.
 """
 
 import dataclasses
-import gc
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +24,6 @@ PROFILED = 12
 RECORDED = Path(__file__).parents[1] / "support" / "slow_profiles.json"
 ENOUGH = 0.95
 """Share of the operations' time that is recorded: a few operations take it."""
-
-
-@pytest.fixture
-def _quiet() -> Iterator[None]:
-    """Let the collector not look through all that other tests have left."""
-    gc.collect()
-    gc.freeze()
 
 
 def judged(
@@ -64,19 +55,6 @@ def test_the_reason_is_named_first(name: str, monkeypatch: pytest.MonkeyPatch) -
     found = judged(PROGRAMS[name], monkeypatch)
     assert found.findings[0].rule == PROGRAMS[name].rule, found.findings
     assert found.findings[0].advice
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_quiet")
-@pytest.mark.filterwarnings("ignore:the forward pass ran outside session.autocast")
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_reason_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: the same of steps that are made here, where nothing else disturbs them."""
-    program = PROGRAMS[name]
-    found = judged(program, monkeypatch)
-    named = [(each.rule, round(each.weight, 2)) for each in found.findings]
-    assert named, found.profile.table().text()
-    assert named[0][0] == program.rule, (named, found.profile.table().text())
 
 
 @pytest.mark.gpu

@@ -294,27 +294,32 @@ class _LowPrecisionSum:
     """A 16-bit tensor written in place, and the same operations done in fp32."""
 
     target: Tensor
-    before: Tensor
-    """Copy of `target` from before this update."""
-    exact: Tensor
-    """fp32 copy of `before` with the same operations applied."""
+    copies: tuple[Tensor, Tensor] | None = None
+    """`target` from before this update, and in fp32 with the same operations applied;
+    None if it was not written since the last update."""
     num_updates: int = 0
     num_due: int = 0
     """Values that change in fp32, summed over all updates."""
     num_changed: int = 0
     """How many of these changed in `target` too."""
 
-    def restart(self) -> None:
-        """Copy `target` before an update."""
-        self.before, self.exact = self.target.clone(), self.target.float()
+    def in_fp32(self) -> Tensor:
+        """Return the fp32 copy, made before the first write of an update."""
+        if self.copies is None:
+            self.copies = self.target.clone(), self.target.float()
+        return self.copies[1]
 
-    def close(self) -> None:
+    def end_update(self) -> None:
         """Count the values that an update changed."""
-        before = self.before.float()
-        due = (self.exact - before).abs() > _FP32_NOISE * before.abs()
+        if self.copies is None:
+            return
+        before, exact = self.copies
+        wide = before.float()
+        due = (exact - wide).abs() > _FP32_NOISE * wide.abs()
         self.num_updates += 1
         self.num_due += int(due.sum())
-        self.num_changed += int((due & (self.target != self.before)).sum())
+        self.num_changed += int((due & (self.target != before)).sum())
+        self.copies = None
 
     @property
     def stands_still(self) -> bool:
@@ -345,7 +350,6 @@ class LowPrecisionSums(TorchFunctionMode):
         self._overflow = ""
         """Name of the function whose float16 result overflowed, or ""."""
         self._sums: dict[tuple[int, torch.Size], _LowPrecisionSum] = {}
-        self._open: set[tuple[int, torch.Size]] = set()
         self._is_on = False
         self._outer: object = None
         """The innermost function mode when the step began."""
@@ -368,9 +372,8 @@ class LowPrecisionSums(TorchFunctionMode):
         if self._is_on and is_top:  # else the program entered a mode of its own
             self._is_on = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            for key in self._open:
-                self._sums[key].close()
-            self._open.clear()
+            for each in self._sums.values():
+                each.end_update()
 
     def report(self, findings: Findings) -> None:
         """Add a finding of an overflow, or of values that stopped changing."""
@@ -424,19 +427,14 @@ class LowPrecisionSums(TorchFunctionMode):
         if not formats.is_low(target.dtype) or target.layout != torch.strided:
             return
         key = target.data_ptr(), target.shape
-        if key not in self._open:
-            self._open.add(key)
-            if key not in self._sums:
-                low = target.detach()
-                self._sums[key] = _LowPrecisionSum(low, low, low)
-            self._sums[key].restart()
+        total = self._sums.setdefault(key, _LowPrecisionSum(target.detach()))
         others = [
             each.float()
             if isinstance(each, Tensor) and each.is_floating_point()
             else each
             for each in row[1:]
         ]
-        getattr(self._sums[key].exact, name)(*others, **kwargs)
+        getattr(total.in_fp32(), name)(*others, **kwargs)
 
 
 def _overflows(args: object, result: object) -> bool:

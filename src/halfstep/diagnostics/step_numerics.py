@@ -33,6 +33,7 @@ from halfstep.diagnostics.replay.gradients import exchanges
 from halfstep.diagnostics.replay.tensor_facts import floats
 from halfstep.diagnostics.step_calls import StepCalls
 from halfstep.errors import UserError
+from halfstep.nonfinite.domains import CHECKPOINT, RUNNING_STATS
 from halfstep.numerics import formats
 from halfstep.reporting.finding import Finding
 from halfstep.reporting.table import Report
@@ -159,7 +160,7 @@ class Numerics(Report):
                 "Lower the loss scale, or let it be dynamic: a fixed one never falls."
             )
         if self.weights:
-            return "Go back to the last good checkpoint: no loss scale fixes a weight."
+            return CHECKPOINT
         if self.bad_op is not None:
             return self.bad_op.advice
         later = f"Steps after the first {self.checked} are not run again (warmup=)."
@@ -167,19 +168,15 @@ class Numerics(Report):
 
     def _advice_on_buffers(self) -> str:
         """Return how to fix a non-finite buffer; skipping a step restores no buffer."""
-        module, _, name = self.buffers[0].rpartition(".")
+        first = self.buffers[0]
         if self.buffers_dtype == "fp16" and not self.skipped:
             return (
-                f"{self.buffers[0]} is stored in float16, which holds 65504: keep "
-                "norms in float32, as level O2 does."
+                f"{first} is stored in float16, which holds 65504: keep norms in "
+                "float32, as level O2 does."
             )
-        if name not in {"running_mean", "running_var"}:
-            return f"Set {self.buffers[0]} anew: a skipped step restores no buffer."
-        return (
-            f"Call model.get_submodule({module!r}).reset_running_stats(), and so for "
-            "each such norm: a skipped step of a GradScaler restores no running "
-            "statistics; a session of halfstep.prepare does."
-        )
+        if first.endswith(("running_mean", "running_var")):
+            return RUNNING_STATS
+        return f"Set {first} anew: a skipped step restores no buffer."
 
     def __str__(self) -> str:
         """Return what was checked, and what is non-finite, in a sentence."""

@@ -29,6 +29,16 @@ def local_data(value: Tensor) -> Tensor:
     return local if local.layout == torch.strided else local.values()
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, such as "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def range_text(dtype: torch.dtype) -> str:
+    """Return the largest number of a dtype, such as "float16 holds 65504"."""
+    return f"{dtype_name(dtype)} holds {torch.finfo(dtype).max:.6g}"
+
+
 class DomainError(NamedTuple):
     """Values at which an operation, or its derivative, is infinite or undefined."""
 
@@ -84,16 +94,16 @@ def _is_zero(values: Tensor) -> Tensor:
 
 
 @functools.cache
-def _has_slope_at_0(function: Callable[[Tensor, Tensor], Tensor]) -> bool:
-    """Return whether torch's derivative of a function of two tensors is finite at 0."""
+def _atan2_has_slope_at_0() -> bool:
+    """Return whether torch's derivative of `atan2` is finite at 0, 0."""
     with torch.enable_grad():
         zero = torch.zeros((), device="cpu", requires_grad=True)
-        (slope,) = torch.autograd.grad(function(zero, zero), zero)
+        (slope,) = torch.autograd.grad(torch.atan2(zero, zero), zero)
     return bool(slope.isfinite())
 
 
 def _both_0(first: Tensor, second: Tensor) -> Tensor:
-    return (first == 0) & (second == 0) & (not _has_slope_at_0(torch.atan2))
+    return (first == 0) & (second == 0) & (not _atan2_has_slope_at_0())
 
 
 _LOGS, _NORMS = "log log2 log10", "native_layer_norm native_group_norm"
@@ -238,7 +248,7 @@ def _lost_eps(evidence: str, dtype: torch.dtype | None) -> str:
         least = torch.finfo(dtype).smallest_normal * 2**-10
         return f" (float16 holds nothing below {least:.1g}: a smaller eps is 0)"
     if evidence.endswith(("-1", " 1")) and dtype is not None and is_low(dtype):
-        name, below = str(dtype).removeprefix("torch."), 1 - torch.finfo(dtype).eps / 2
+        name, below = dtype_name(dtype), 1 - torch.finfo(dtype).eps / 2
         return f" ({name} holds nothing from {below:.4g} to 1: 1 - 1e-06 is 1 there)"
     return ""
 

@@ -28,6 +28,7 @@ from halfstep.nonfinite.domains import (
     UNSCALE,
     counted,
     local_data,
+    range_text,
 )
 from halfstep.nonfinite.optimizer_eps import weight_advice
 from halfstep.nonfinite.origin import BadOp, module_rule
@@ -262,14 +263,11 @@ class _Op:
         self.outputs = node._input_metadata  # noqa: SLF001 -- backward takes what it gave
         self.dtype = self.outputs[0].dtype
         self.limit = torch.finfo(self.dtype).max
-        name = str(self.dtype).removeprefix("torch.")
-        self.range_text = f"{name} holds {self.limit:.6g}"
         # Only casts to float16 are likely to overflow.
         is_cast = self.kind == "ToCopy"
         widens = is_cast and self.dtype != torch.float16
         self.keeps_values = widens or _SHAPE_OPS.match(self.kind) is not None
-        is_leaf = self.leaf is not None
-        self.carries_values = self.keeps_values or is_cast or is_leaf
+        self.carries_values = self.keeps_values or is_cast or self.leaf is not None
         has_constants = len(self.edges) < len(node.next_functions)
         self.adds_constants = self.kind in _ADDING_OPS and has_constants
         self.has_unread = False
@@ -447,7 +445,7 @@ class _Graph:
             self.in_range.add((op.node, 0))
         if not op.limit < absmax < math.inf:
             return None
-        evidence = f"its {what} reaches {absmax:.1e}, {op.range_text}"
+        evidence = f"its {what} reaches {absmax:.1e}, {range_text(op.dtype)}"
         return self._out_of_range([op], self._describe_op(op), evidence, "inf")
 
     def unexplained(self, op: _Op) -> BadOp | None:
@@ -481,7 +479,7 @@ class _Graph:
             cause, evidence = "zero", f"it makes {kind}, yet {reached}"
             advice = "Print its inputs: it is not defined for one of them."
         else:
-            evidence = f"its result holds {kind}, {reached}, {narrow.range_text}"
+            evidence = f"its result holds {kind}, {reached}, {range_text(narrow.dtype)}"
             return self._out_of_range(suspects, where, evidence, kind)
         return _bad_op(cause, where, evidence, advice, kind)
 
@@ -524,7 +522,8 @@ class _Graph:
             what = _with_names(consumers[0].name, self._names(consumers[0]))
             evidence += f"; {what} takes it in float16"
         base, *old = self.policy.split(" + ")
-        rules = [rule for rule in self._fp32_rules(low, consumers) if rule not in old]
+        proposed = self._fp32_rules([*low, *consumers])
+        rules = [rule for rule in proposed if rule not in old]
         advice = "Scale down or normalise its inputs."
         if rules:
             policy = " + ".join([base, *rules, *old])  # the first that matches decides
@@ -534,24 +533,18 @@ class _Graph:
 
     def _low_consumers(self, ops: list[_Op]) -> list[_Op]:
         """Return the operations that cast results of `ops` to float16."""
-        users: dict[Node, list[_Op]] = {}
-        for op in self.ops.values():
-            for node, _ in op.edges:
-                users.setdefault(node, []).append(op)
-        consumers: dict[_Op, None] = {}
-        pending, visited = [*ops], {*ops}
-        while pending:
-            for op in users.get(pending.pop().node, ()):
-                if op in visited or op.dtype != torch.float16:
-                    continue
-                visited.add(op)
-                if _LOW_OPS.match(op.kind):
-                    consumers[op] = None
-                elif not _SATURATING_OPS.match(op.kind):
-                    pending.append(op)
-        return [*consumers]
+        reached, consumers = {op.node for op in ops}, []
+        for node, op in self.ops.items():  # in forward order
+            takes = any(maker in reached for maker, _ in op.edges)
+            if not takes or node in reached or op.dtype != torch.float16:
+                continue
+            if _LOW_OPS.match(op.kind):
+                consumers.append(op)
+            elif not _SATURATING_OPS.match(op.kind):
+                reached.add(node)
+        return consumers
 
-    def _fp32_rules(self, suspects: list[_Op], consumers: list[_Op]) -> list[str]:
+    def _fp32_rules(self, ops: list[_Op]) -> list[str]:
         """Return rules that keep operations in fp32.
 
         One for each module whose parameters they take, if all take some. Otherwise one
@@ -559,7 +552,6 @@ class _Graph:
         names of parameters show one; its path must not end in a number, because the
         same then happens in other layers. Otherwise one for each function of torch.
         """
-        ops = dict.fromkeys([*suspects, *consumers])
         paths = {op: self._module(op) for op in ops}
         if not all(paths.values()):
             inputs = {path for op in ops for path in self._input_modules(op, paths)}

@@ -10,7 +10,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from halfstep.nonfinite.domains import CHECKPOINT
+from halfstep.nonfinite.domains import CHECKPOINT, dtype_name
 from halfstep.numerics.formats import is_low
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class EpsUnderflow:
 
     def __str__(self) -> str:
         """Return what happens, without a full stop."""
-        name = str(self.dtype).removeprefix("torch.")
+        name = dtype_name(self.dtype)
         where = f"{self.optimizer} updates group {self.group} in {name}, where its "
         if self.is_zero:
             return f"{where}eps={self.eps:g} is 0, and 0 / 0 is NaN"

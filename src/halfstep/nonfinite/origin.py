@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.errors import UserError
 from halfstep.reporting.finding import Finding
 from halfstep.reporting.table import Report
-
-CAUSES = (
-    "data",
-    "label",
-    "learning rate",
-    "loss function",
-    "forward range",
-    "backward range",
-    "weight",
-    "zero",
-    "hardware",
-    "another process",
-    "none",
-)
-"""data: the model's input; label: what the loss compares with; learning rate: training
-diverged before; loss function: it overflowed, and the model did not; forward range and
-backward range: a dtype overflowed; weight: a parameter or buffer was non-finite before
-the step; zero: an operation met a value at which it, or its derivative, is infinite or
-undefined; hardware: an exact replay was finite; another process: it was finite here,
-and other processes share gradients with this one; none: loss and gradients are finite.
-"""
-
-PHASES = ("forward", "backward", "input", "weight", "none")
-"""In a pass; before it, in its input or a stored weight; or none, because a replay was
-finite."""
-
-_WIDE = ("finite", "not finite", "not run")
 
 
 def module_rule(path: str) -> str:
@@ -49,13 +20,11 @@ class BadOp(Report):
     """The operation that made the first inf or NaN of a step, and why.
 
     It is falsy if there was no inf or NaN; then the cause is "none".
-
-    Raises:
-        UserError: If `phase`, `cause` or `wide` is unknown.
     """
 
     phase: str
-    """"forward", "backward", "input", "weight", or "none" if a replay was finite."""
+    """"forward" or "backward" pass; "input" or a stored "weight" before it; or "none"
+    if a replay was finite."""
     module: str = "model"
     """Path in the model; "model" for the model itself, "loss" after its forward pass,
     "input" before it."""
@@ -77,7 +46,13 @@ class BadOp(Report):
     wide: str = "not run"
     """Whether its result in fp32 is "finite" or "not finite"; or "not run"."""
     cause: str
-    """One of `CAUSES`, such as "forward range", "zero", "data" or "learning rate"."""
+    """"data": the model's input; "label": what the loss compares with; "learning rate":
+    training diverged before; "loss function": it overflowed, and the model did not;
+    "forward range", "backward range": a dtype overflowed; "weight": a parameter or
+    buffer was non-finite before the step; "zero": an operation met a value at which it,
+    or its derivative, is infinite or undefined; "hardware": an exact replay was finite;
+    "another process": it was finite here, and other processes share gradients with this
+    one; "none": loss and gradients are finite."""
     evidence: str
     """What was observed, with numbers."""
     advice: str
@@ -89,14 +64,6 @@ class BadOp(Report):
     graph alone there may be several, joined by " + "."""
     normal: bool = False
     """Whether it is expected: dynamic loss scaling finds a scale that avoids it."""
-
-    def __post_init__(self) -> None:
-        words = (("phase", PHASES), ("cause", CAUSES), ("wide", _WIDE))
-        for name, allowed in words:
-            value = getattr(self, name)
-            if value not in allowed:
-                message = f"{name}={value!r} of a BadOp: use {', '.join(allowed)}."
-                raise UserError(message)
 
     def __bool__(self) -> bool:
         """Return whether there was an inf or NaN."""
@@ -121,9 +88,8 @@ class BadOp(Report):
         return f"{head}: {self.evidence}. {self.advice}"
 
     def data(self) -> dict[str, Any]:
-        """Return plain values for `json.dumps`; all floats are finite or null."""
-        is_finite = self.inputs is not None and math.isfinite(self.inputs)
-        return asdict(self) | {"inputs": self.inputs if is_finite else None}
+        """Return plain values for `json.dumps`."""
+        return asdict(self)
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BadOp:

@@ -1,7 +1,6 @@
 """Hooks of a probe on modules, on gradients, and at the end of a backward pass.
 
 Each tensor is measured once and recorded under the names of all modules that return it.
-Inside torch.compile, operations in the graph replace the hooks.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils import _pytree as pytree
 
 from halfstep._torch import async_read
 from halfstep.numerics.formats import tensors_in
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
     from halfstep.numerics.formats import FloatFormat
+
+    _Hook = Callable[[nn.Module, Any, Any], None]
 
 Key = tuple[int, str]
 """Index of a name, and the dtype observed under it."""
@@ -69,92 +69,6 @@ def _is_nonfinite(values: Tensor) -> bool:
 
 _NO_BACKWARD = -1
 """torch's id of the current backward pass if none is running."""
-
-
-# Operations in graphs of torch.compile: they write flags or pass tensors to a probe
-
-UNSEEN = -1.0
-"""Value of a flag that was not written; a written flag is 1 for inf or NaN, else 0."""
-
-
-observers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""id() by which graphs refer to the hooks that receive their tensors -> hooks."""
-
-
-@torch.library.custom_op("halfstep::observe", mutates_args=("flags",))
-def observe(flags: Tensor, value: Tensor, observer: int, name: int) -> None:  # noqa: ARG001
-    """Pass a tensor to a probe at run time; mutating `flags` keeps it in the graph.
-
-    Statistics are taken in some steps only; in the graph itself, that would cause a
-    recompilation.
-    """
-    target = observers.get(observer)
-    if target is not None:
-        target.at_run_time(name, value)
-
-
-@observe.register_fake
-def _observe_fake(flags: Tensor, value: Tensor, observer: int, name: int) -> None:
-    """Do nothing to fake tensors."""
-
-
-def _write(flags: Tensor, index: int, value: Tensor, observer: int, name: int) -> None:
-    """Write in the graph whether a tensor is non-finite, or pass it to an observer."""
-    if observer:
-        observe(flags, value, observer, name)
-        return
-    real = torch.view_as_real(value) if value.is_complex() else value
-    nonfinite = torch.isfinite(real).logical_not().any().to(flags.dtype)
-    flags[index].copy_(torch.maximum(flags[index], nonfinite))
-
-
-class _ObserveGrad(torch.autograd.Function):
-    """Identity function whose gradient is observed in the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401 -- torch's own
-        value: Tensor,
-        flags: Tensor,
-        index: int,
-        observer: int,
-        name: int,
-    ) -> Tensor:
-        ctx.flags, ctx.target = flags, (index, observer, name)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        index, observer, name = ctx.target
-        (gradient,) = gradients
-        _write(ctx.flags, index, gradient.detach(), observer, name)
-        return gradient, None, None, None, None
-
-
-def observed(
-    output: Any,  # noqa: ANN401 -- whatever a module returns
-    flags: tuple[Tensor, Tensor],
-    index: int,
-    observer: int,
-    names: tuple[int, int],
-) -> Any:  # noqa: ANN401
-    """Return a module's output with the operations that observe it in a graph.
-
-    `flags` are those of outputs and of gradients, one element for each module, written
-    if `observer` is 0; `names` are the indices of the output's and gradient's names.
-    """
-
-    def add(value: Tensor) -> Tensor:
-        dtype = value.real.dtype if value.is_complex() else value.dtype
-        if dtype not in DTYPES or not value.numel():
-            return value
-        _write(flags[0], index, value.detach(), observer, names[0])
-        if not value.requires_grad:
-            return value
-        result: Tensor = _ObserveGrad.apply(value, flags[1], index, observer, names[1])  # type: ignore[no-untyped-call]
-        return result
-
-    return pytree.tree_map_only(Tensor, add, output)
 
 
 class StepRecords:
@@ -282,14 +196,9 @@ class Hooks:
         self.modules = modules_of(model)
         self.records = StepRecords(casts, full=full)
         self.on = True
-        """Whether attached and not paused. A guard of torch.compile: when it changes,
-        graphs are recompiled without the probe's operations."""
+        """Whether attached and not paused."""
         self.sampling = True
         """Whether this step is observed."""
-        self.traced = False
-        """Whether a graph of torch.compile that writes flags ran in this step."""
-        self._graph_reported = False
-        """Whether a graph of torch.compile passed a tensor in this step."""
         self._parameters = [
             (f"{path}.{name}" if path else name, module, name)
             for path, module in self.modules
@@ -306,12 +215,7 @@ class Hooks:
         self.device = torch.device("cpu") if first is None else first.device
         self._outputs: dict[int, _Output] = {}
         """id() of a tensor -> its record."""
-        unseen = torch.full((len(self.modules),), UNSEEN, device=self.device)
-        self.flags = unseen, unseen.clone()
-        """Flags of outputs and of their gradients, written by graphs."""
-        self._observer = id(self) if full else 0
-        observers[id(self)] = self
-        self._end_queued = self._parameters_read = False
+        self._end_queued = False
         _attached.add(self)
         self._handles = [
             module.register_forward_hook(self._hook(number))
@@ -351,47 +255,22 @@ class Hooks:
         self.sampling = sampling
         self.records.clear()
         self._outputs = {}
-        self._end_queued = self._parameters_read = self._graph_reported = False
-        if self.traced:
-            for flags in self.flags:
-                flags.fill_(UNSEEN)
-        self.traced = False
+        self._end_queued = False
 
-    def finish(self) -> None:
-        """Measure the parameters' gradients if a compiled graph ran the backward pass.
-
-        No hook runs at its end then. Without such a graph, gradients that were not
-        measured by a hook are those of an earlier step.
-        """
-        ran = self.traced or self._graph_reported
-        if self.on and self.sampling and ran and not self._parameters_read:
-            self._read_parameter_grads()
-
-    def at_run_time(self, name: int, value: Tensor) -> None:
-        """Receive a tensor from a graph."""
-        if self.sampling:
-            self._graph_reported = True
-            self.records.record(name, self.records.measure(value))
-
-    def _hook(self, number: int) -> Callable[[nn.Module, Any, Any], Any]:
-        names = number, number + len(self.modules)
+    def _hook(self, number: int) -> _Hook:
         hooked = self.modules[number][1]
 
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ANN401
+        def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401
             del args
-            if module is not hooked:  # deepcopy of a module copies its hooks
-                return None
-            if torch.compiler.is_compiling():
-                if not self.on:
-                    return None
-                if not self._observer:
-                    self.traced = True
-                return observed(output, self.flags, number, self._observer, names)
-            if self.on and self.sampling:
+            # deepcopy of a module copies its hooks
+            if module is hooked and self.on and self.sampling:
                 self._observe_output(number, output)
-            return None
 
-        return hook
+        why = (
+            "halfstep.Probe reads outputs between graphs; detach it for fullgraph=True"
+        )
+        disabled: _Hook = torch.compiler.disable(hook, reason=why)  # type: ignore[no-untyped-call]
+        return disabled
 
     def _observe_output(self, number: int, output: Any) -> None:  # noqa: ANN401
         """Measure a module's outputs and register hooks on their gradients."""
@@ -427,7 +306,7 @@ class Hooks:
             queue(partial(queue, self._read_parameter_grads))
 
     def _read_parameter_grads(self) -> None:
-        self._end_queued, self._parameters_read = False, True
+        self._end_queued = False
         grads = [
             (number, gradient)
             for number, (_, module, name) in enumerate(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from halfstep._torch.async_read import DelayedTensors, to_device_async
-from halfstep.diagnostics.probe.hooks import UNSEEN, Hooks
+from halfstep.diagnostics.probe.hooks import Hooks
 from halfstep.distributed import ddp
 from halfstep.errors import UserError, require
 from halfstep.numerics import formats
@@ -54,7 +54,7 @@ class Probe:
 
     Args:
         model: The model, also inside DDP or after `fully_shard`; before the first call
-            of a compiled one.
+            of a compiled one, whose modules are then compiled one by one.
         mode: "flags": whether each tensor is finite, always. "sampled": statistics of
             all, in the first step and each `every` steps from then on; in between
             nothing is observed. "full": statistics in each step.
@@ -126,8 +126,8 @@ class Probe:
     def step(self, number: int | None = None, *, scale: float | None = None) -> None:
         """End a step: report what has arrived, and begin the next.
 
-        Call it after the backward pass, before or after the optimizer's step; with
-        torch.compile, before gradients are cleared. Nothing synchronizes.
+        Call it after the backward pass, before or after the optimizer's step. Nothing
+        synchronizes.
 
         Args:
             number: Of the step, for events; None: one more than the last.
@@ -143,7 +143,6 @@ class Probe:
         hooks = self._hooks
         if not hooks.attached:
             raise RuntimeError("the probe was detached; make another one.")
-        hooks.finish()
         self._ended += 1
         self.steps = self.steps + 1 if number is None else number
         if hooks.sampling and self.mode == "flags":
@@ -194,31 +193,22 @@ class Probe:
     # Flags
 
     def _send_flags(self) -> None:
-        hooks = self._hooks
-        records = hooks.records
-        if not (records.peaks or hooks.traced):  # all on the host
+        records = self._hooks.records
+        if not records.peaks:  # all on the host
             bad = {number for number, flag in records.nonfinite.items() if flag}
             self._arrive(self.steps, records.nonfinite, self._named(records.order, bad))
             return
         order, rows = records.flags()
+        rows = [to_device_async(row, self._hooks.device) for row in rows]
         first_seen = list(records.order)
-        rows = [to_device_async(row, hooks.device).float() for row in rows]
-        if hooks.traced:
-            count = len(hooks.modules)
-            # In this order gradients of parameters come last.
-            traced = [*range(count), *reversed(range(count, 2 * count))]
-            order, first_seen = [*traced, *order], [*traced, *first_seen]
-            rows = [hooks.flags[0].clone(), hooks.flags[1].flip(0), *rows]
-        arrived = partial(self._flags_arrived, self.steps, order, first_seen)
-        self._submit(arrived, rows or [torch.empty(0)])
+        self._submit(partial(self._flags_arrived, self.steps, order, first_seen), rows)
 
     def _flags_arrived(
         self, step: int, order: list[int], first_seen: list[int], tensors: list[Tensor]
     ) -> None:
-        flags = list(zip(order, torch.cat(tensors).tolist(), strict=True))
-        observed = {number for number, flag in flags if flag != UNSEEN}
-        bad = {number for number, flag in flags if flag > 0}
-        self._arrive(step, observed, self._named(first_seen, bad))
+        flags = zip(order, torch.cat(tensors).tolist(), strict=True)
+        bad = {number for number, flag in flags if flag}
+        self._arrive(step, set(order), self._named(first_seen, bad))
 
     def _named(self, first_seen: Iterable[int], bad: set[int]) -> list[str]:
         """Return the names of the indices `bad`, in the order observed."""

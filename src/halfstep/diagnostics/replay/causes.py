@@ -12,8 +12,9 @@ from halfstep.diagnostics.replay import op_names
 from halfstep.nonfinite.domains import (
     CHECKPOINT,
     RUNNING_STATS,
-    UNSCALE,
     backward_domain_error,
+    dtype_name,
+    range_text,
 )
 from halfstep.nonfinite.optimizer_eps import weight_advice
 from halfstep.nonfinite.origin import BadOp, module_rule
@@ -81,8 +82,6 @@ class ReplayContext:
     """Largest gradient that the loss function passes to the model at scale 1."""
     root: nn.Module | None = None
     """The model, without wrappers."""
-    grad_scale: float = 1.0
-    """Loss scale that gradients in the loss were not divided by."""
 
 
 class _Explanation(NamedTuple):
@@ -107,7 +106,7 @@ def bad_op(event: NonFiniteEvent, context: ReplayContext) -> BadOp:
         module=module,
         kind=place.kind,
         op=op,
-        dtype=_dtype_name(event.dtype),
+        dtype=dtype_name(event.dtype),
         inputs=event.inputs,
         nonfinite_kind=event.nonfinite.kind,
         wide=event.fp32_result[0],
@@ -186,7 +185,7 @@ def _explain(event: NonFiniteEvent, context: ReplayContext) -> _Explanation:
     """Return cause, evidence and advice by the first check that applies."""
     checks = (
         *(_summed, _came_in, _masked, _constant, _undefined, _not_a_number),
-        *(_scaled_penalty, _diverged, _in_loss, _forward, _backward),
+        *(_diverged, _in_loss, _forward, _backward),
     )
     explanations = (check(event, context) for check in checks)
     return next(explanation for explanation in explanations if explanation is not None)
@@ -197,13 +196,11 @@ def _summed(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | Non
     if event.source_kind != "sum":
         return None
     bad, of = event.count
-    name, limit = _dtype_name(event.dtype), torch.finfo(event.dtype).max
     scale = context.scale if context.low is None else min(context.scale, 1)
     evidence = (
         f"the gradients of {context.parts} micro-batches are finite, up to "
-        f"{event.inputs or 0.0:.1e}, and their sum in {name}, which holds {limit:.6g}, "
-        f"is not, in {bad} of {of} parameters ({event.source} first), at loss scale "
-        f"{scale:g}"
+        f"{event.inputs or 0.0:.1e}, and their sum is not ({range_text(event.dtype)}), "
+        f"in {bad} of {of} parameters ({event.source} first), at loss scale {scale:g}"
     )
     advice = f"Divide each loss by {context.parts}."
     if event.dtype.itemsize < torch.float32.itemsize:
@@ -235,9 +232,8 @@ def _came_in(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | No
         evidence = f"{what} holds {values}"
         return _Explanation("label" if label else "data", evidence, _FIND, "input")
     if event.raw_input and event.casts and event.phase == "forward":
-        name, limit = _dtype_name(event.dtype), torch.finfo(event.dtype).max
         evidence = f"argument {event.raw_input!r} of the model reaches "
-        evidence += f"{event.inputs or 0.0:.1e}, {name} holds {limit:.6g}"
+        evidence += f"{event.inputs or 0.0:.1e}, {range_text(event.dtype)}"
         other = "train in bfloat16"
         if event.written is not None and event.written.fixed:
             other = f"leave out the cast at {event.written.where}"
@@ -325,19 +321,6 @@ def _not_a_number(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | Non
     return _Explanation("zero", evidence, _PRINT, event.phase)
 
 
-def _scaled_penalty(
-    event: NonFiniteEvent, context: ReplayContext
-) -> _Explanation | None:
-    """Check for a penalty computed from gradients that are still scaled."""
-    if context.grad_scale == 1:
-        return None
-    evidence = (
-        "gradients that torch.autograd.grad took of a loss times its scale "
-        f"{context.grad_scale:g} are part of this loss; {_evidence(event)}"
-    )
-    return _Explanation("loss function", evidence, UNSCALE, event.phase)
-
-
 def _diverged(event: NonFiniteEvent, context: ReplayContext) -> _Explanation | None:
     """Check for a loss that diverged, or an overflow in one of the first steps."""
     losses = context.losses
@@ -380,7 +363,7 @@ def _forward(event: NonFiniteEvent, _: ReplayContext) -> _Explanation | None:
         if op_names.is_matmul(event.aten_name):  # autocast casts its inputs
             nor, instead = "", "train in bfloat16"
         advice = (
-            f"The code itself casts to {_dtype_name(event.dtype)} at {cast.where}, "
+            f"The code itself casts to {dtype_name(event.dtype)} at {cast.where}, "
             f"which no rule undoes{nor}: leave that cast out, or {instead}."
         )
         return _Explanation("forward range", _evidence(event), advice, "forward")
@@ -420,7 +403,7 @@ def _evidence(event: NonFiniteEvent) -> str:
     """Return the magnitudes of inputs or result, and the largest value of the dtype."""
     inputs = event.inputs or 0.0
     kind, reach = event.fp32_result
-    name, limit = _dtype_name(event.dtype), torch.finfo(event.dtype).max
+    limit = torch.finfo(event.dtype).max
     ends = {
         "finite": "; in float32 the result is finite",
         "not finite": "; in float32 too" * (event.dtype != torch.float32),
@@ -429,14 +412,10 @@ def _evidence(event: NonFiniteEvent) -> str:
     what = f"inputs reach {inputs:.1e}"
     if inputs <= limit < reach and kind == "finite":
         what = f"its result reaches {reach:.1e}"
-    return f"{what}, {name} holds {limit:.6g}{ends}"
+    return f"{what}, {range_text(event.dtype)}{ends}"
 
 
 def _places(event: NonFiniteEvent) -> str:
     """Return how many elements are non-finite, of how many."""
     bad, of = event.count
     return f" at {bad} of {of} places" if of > 1 else ""
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

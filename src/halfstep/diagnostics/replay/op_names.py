@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from halfstep.nonfinite.graph import loss_scale_of
 from halfstep.policy.rules import Rule, matching_ops
 
 if TYPE_CHECKING:
@@ -94,8 +92,6 @@ class TorchCalls(TorchFunctionMode):
         self._on_cast = on_cast
         self._function = ""
         """Name of the current function; "" outside of a call."""
-        self.grad_scale = 1.0
-        """Largest scale of a loss differentiated with `create_graph=True`."""
 
     def __torch_function__(
         self,
@@ -109,9 +105,6 @@ class TorchCalls(TorchFunctionMode):
         before = self._function
         name = getattr(func, "__name__", "").partition(".")[0].strip("_")
         self._function = _FUNCTION_NAMES.get(name, name)
-        if func is torch.autograd.grad and (kwargs or {}).get("create_graph"):
-            outputs = [args[0]] if isinstance(args[0], Tensor) else args[0]
-            self.grad_scale = max(self.grad_scale, *map(loss_scale_of, outputs))
         try:
             result = func(*args, **(kwargs or {}))
             cast = self.cast()

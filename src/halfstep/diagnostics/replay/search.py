@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from halfstep.diagnostics.replay.tensor_facts import NonFiniteKinds
 from halfstep.distributed import process_group
 from halfstep.distributed.ddp import unwrap
 from halfstep.errors import UserError, require, require_type
-from halfstep.nonfinite.graph import is_unscaled
 from halfstep.scaling.collapse import LossHistory
 
 if TYPE_CHECKING:
@@ -99,9 +98,6 @@ def find_nonfinite(
     steps = _check_steps(step)
     valid = isinstance(scale, int | float) and 0 < scale < math.inf
     require("scale", scale, valid, "a finite number above 0")
-    is_float = isinstance(summed_in, torch.dtype) and summed_in.is_floating_point
-    right = "a floating dtype, such as torch.float32, or None"
-    require("summed_in", summed_in, summed_in is None or is_float, right)
     history = losses if isinstance(losses, LossHistory) else LossHistory()
     for loss in () if isinstance(losses, LossHistory) else losses:
         history.add(float(loss))
@@ -118,7 +114,7 @@ def find_nonfinite(
         second = replay(scale)
         result = result if result.has_failed else second
     low = replay(1.0) if together or (result.in_backward and scale > 1) else None
-    context = replace(context, part=result.part, grad_scale=result.grad_scale)
+    context = replace(context, part=result.part)
     if result.index_error is not None:
         return causes.out_of_range(result.index_error, context)
     if not result.nonfinite:
@@ -148,17 +144,14 @@ def find_overflow(model: nn.Module, step: Step, scale: float) -> BadOp | None:
     return None if event is None else causes.bad_op(event, context)
 
 
-def _check_steps(step: Step | Sequence[Step]) -> list[Step]:
+def _check_steps(step: Step | Sequence[Step]) -> Sequence[Step]:
     """Return one callable for each micro-batch; raise UserError for invalid ones."""
-    several = isinstance(step, Sequence) and not isinstance(step, str)
-    steps: list[Any] = [*step] if several else [step]  # type: ignore[misc]
-    if not steps:
-        message = "step=[] is empty; it must be a function, or a list of at least one."
-        raise UserError(message)
+    steps = step if isinstance(step, Sequence) else [step]
     expected = (
         "a function that computes the loss, such as lambda: loss_fn(model(x), y), or "
         "a list with one for each micro-batch"
     )
+    require("step", step, bool(steps), expected)
     for one in steps:
         require_type("step", one, callable(one), expected)
     return steps
@@ -208,8 +201,6 @@ class _ReplayResult:
     gradients: Sequence[Tensor | None] = ()
     overflow: NonFiniteEvent | None = None
     """First overflow of the forward pass that is finite in fp32, even if hidden."""
-    grad_scale: float = 1.0
-    """Loss scale that gradients in the loss were not divided by."""
 
     @property
     def has_failed(self) -> bool:
@@ -275,9 +266,6 @@ def _run(
                 with tracer.calls:
                     loss = step()
                 check_loss(source, loss, needs_graph=False)
-                grad_scale = tracer.calls.grad_scale
-                if grad_scale > 1 and is_unscaled(loss, grad_scale):
-                    grad_scale = 1.0
                 tracer.in_backward = True
                 grads = gradients(model, loss, scale, trained)
         except OutOfRange as error:
@@ -307,7 +295,6 @@ def _run(
             num_ops=tracer.num_ops,
             gradients=grads,
             overflow=tracer.overflow,
-            grad_scale=grad_scale,
         )
 
 
