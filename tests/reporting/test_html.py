@@ -19,7 +19,6 @@ from halfstep.reporting.html import (
     Chart,
     ConfusionMatrix,
     Curve,
-    Heatmap,
     Section,
     page,
     thinned,
@@ -164,31 +163,6 @@ def test_any_values_can_be_drawn(
     """Law: no list of floats, the empty one included, warns or fails."""
     svg = chart(*y, log_y=log_y, step=step, mean_over=mean_over).svg()
     ET.fromstring(svg)  # noqa: S314
-
-
-HISTOGRAMS = st.lists(
-    st.dictionaries(st.integers(-1074, 1023), st.integers(0, 10**12)),
-    min_size=1,
-    max_size=5,
-)
-
-
-@settings(max_examples=20, deadline=None)
-@given(HISTOGRAMS, st.text(max_size=60))
-def test_any_histograms_can_be_drawn(
-    histograms: list[dict[int, int]], name: str
-) -> None:
-    """Law: whatever was counted, the picture is whole, with its borders' labels."""
-    rows = tuple((name, each) for each in histograms)
-    drawn = Heatmap(name, rows, ((-25, "zero"), (16, "inf"))).svg()
-    ET.fromstring(drawn)  # noqa: S314
-    assert {"zero", "inf"} <= set(words(drawn))
-
-
-def test_a_long_name_keeps_both_ends() -> None:
-    """Law: of a name that does not fit the middle is left out."""
-    rows = (("encoder." * 20 + "query", {0: 1}),)
-    assert "encoder.encoder.en...oder.encoder.query" in words(Heatmap("t", rows).svg())
 
 
 def test_long_curves_keep_their_spikes_gaps_and_ends() -> None:

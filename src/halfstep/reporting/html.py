@@ -1,4 +1,4 @@
-"""Renders reports as one self-contained HTML page: tables, charts, bars, heat maps."""
+"""Renders reports as one self-contained HTML page: tables, charts, bars."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfstep.errors import UserError
 from halfstep.reporting.table import Table, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.ticker import LogFormatter
@@ -26,14 +26,12 @@ _NOT_INSTALLED = (
     "'halfstep[report]', or in a checkout pip install -e '.[report]'."
 )
 _SHORT = 15  # letters of a name that needs no line break
-_MAX_NAME = 40  # letters of a name beside a chart
 _LONG = 60  # letters from which a cell needs a wide column
 _MOST_POINTS = 2000  # charts are about 600 pixels wide: more points only add bytes
 _FLAG = re.compile(r"--[a-z][a-z-]{1,24}")  # short enough for a narrow page
 _LARGEST = 1e100  # far beyond float32; margins of an axis overflow at 1e308
 # A palette that color-blind readers can distinguish.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_BLUE = (0.0, 114 / 255, 178 / 255)
 _BLACK = "#000000"  # of matplotlib's texts and axes
 _PAGE = """\
 <!doctype html>
@@ -239,44 +237,6 @@ class Chart:
         return _svg(self.title, repr(self), height, draw)
 
 
-@dataclass(frozen=True)
-class Heatmap:
-    """Histograms one below the other; stronger cells count more of their values."""
-
-    title: str
-    "Description for screen readers."
-    histograms: tuple[tuple[str, Mapping[int, int]], ...]
-    "Names, and the number of values in each power of two; at least one."
-    borders: tuple[tuple[int, str], ...] = ()
-    "Powers of two at which a line is drawn, and its label."
-
-    def svg(self) -> str:
-        """Return it as an SVG element, as `Chart.svg` does."""
-        names = [_shortened(printable(name)) for name, _ in self.histograms]
-        powers = [power for _, histogram in self.histograms for power in histogram]
-        powers += [power for power, _ in self.borders]
-        low, high = min(powers, default=0) - 1, max(powers, default=0) + 2
-        shades = [[(*_BLUE, 0.0)] * (high - low) for _ in names]
-        for row, (_, histogram) in zip(shades, self.histograms, strict=True):
-            most = max(histogram.values(), default=0)
-            for power, count in histogram.items():
-                if count:  # rare values must stay visible
-                    depth = 0.15 + 0.85 * math.sqrt(count / most)
-                    row[power - low] = (*_BLUE, depth)
-
-        def draw(axes: Axes) -> None:
-            extent = (low, high, len(names), 0)
-            axes.imshow(shades, aspect="auto", extent=extent)
-            axes.set_yticks([at + 0.5 for at in range(len(names))], names)
-            axes.set(xlabel="power of two")
-            for power, label in self.borders:
-                axes.axvline(power, color=_COLOURS[1], linestyle="--", label=label)
-            if self.borders:
-                axes.figure.legend(loc="outside upper left", frameon=False, ncols=2)
-
-        return _svg(self.title, repr(self), 1.2 + 0.2 * len(names), draw)
-
-
 def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) -> str:
     """Return a figure as an SVG element; `content` is the salt of its ids.
 
@@ -321,12 +281,6 @@ def _plain_log_formatter() -> LogFormatter:
             return f"{x:g}" if super().__call__(x, pos) else ""
 
     return Plain()
-
-
-def _shortened(name: str) -> str:
-    """Return a name short enough for the side of a chart, cut in the middle."""
-    half = (_MAX_NAME - 3) // 2
-    return name if len(name) <= _MAX_NAME else f"{name[:half]}...{name[-half:]}"
 
 
 @dataclass(frozen=True)

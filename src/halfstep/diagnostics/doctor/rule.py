@@ -211,23 +211,6 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
     "losses": (_recorded("loss"), "no records of steps have a loss"),
     "scales": (_recorded("scale"), "no records of steps have a loss scale"),
     "rates of learning": (_recorded("lr"), "no records of steps have a learning rate"),
-    "evaluations": (
-        lambda f: any(one.loss is not None for one in f.evaluations),
-        "no evaluation is recorded",
-    ),
-    "classes": (
-        lambda f: any(one.classes for one in f.evaluations),
-        "no evaluation has counts of the predicted classes",
-    ),
-    "clip": (
-        lambda f: f.config.clip is not None,
-        "the norm to which gradients are clipped is not known (clip)",
-    ),
-    "norms": (
-        _recorded("grad_norm"),
-        "no records of steps have the norm of the gradients",
-    ),
-    "texts": (lambda f: bool(f.splits), "repeated texts were not counted (data.json)"),
     "outputs": (lambda f: any(True for _ in f.samples(":output")), _no_stats),
     "gradients": (lambda f: bool(f.gradients), _no_gradients),
     "scale of gradients": (

@@ -1,20 +1,15 @@
-"""Holds the profile of a training step as plain values.
-
-Each `from_data` raises `UserError` for data that `Profile.data` does not return.
-"""
+"""Holds the profile of a training step as plain values."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any
 
-from halfstep.reporting import json_fields
 from halfstep.reporting.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from halfstep.reporting.table import Cell
 
@@ -70,22 +65,11 @@ class Row:
         return ", ".join(words)
 
     @classmethod
-    def from_data(cls, data: object) -> Row:
+    def from_data(cls, data: Mapping[str, Any]) -> Row:
         """Return the row from the plain values of `Profile.data`."""
-        fields = json_fields.mapping(data, "rows")
-        shapes = json_fields.items(fields.get("shapes") or [], "shapes")
-
-        def sizes(shape: object) -> tuple[int, ...]:
-            given = json_fields.items(shape, "shapes")
-            return tuple(json_fields.integer({"shapes": n}, "shapes") for n in given)
-
-        return cls(
-            json_fields.optional_text(fields, "op") or "unknown",
-            tuple(map(sizes, shapes)),
-            json_fields.texts(fields, "dtypes"),
-            int(json_fields.non_negative(fields, "calls")),
-            json_fields.non_negative(fields, "self_s"),
-        )
+        shapes = tuple(tuple(map(int, shape)) for shape in data["shapes"])
+        calls, seconds = int(data["calls"]), float(data["self_s"])
+        return cls(str(data["op"]), shapes, tuple(data["dtypes"]), calls, seconds)
 
 
 @dataclass(frozen=True)
@@ -167,16 +151,7 @@ class Profile:
         return Table("Where the time goes", columns, tuple(rows), (note,))
 
     @classmethod
-    def from_data(cls, data: object) -> Profile:
+    def from_data(cls, data: Mapping[str, Any]) -> Profile:
         """Return the profile from the plain values of `data()`."""
-        fields = json_fields.mapping(data, "profile")
-        rows = json_fields.items(fields.get("rows") or [], "rows")
-        values: dict[str, Any] = {
-            each.name: json_fields.non_negative(fields, each.name)
-            for each in dataclass_fields(cls)
-            if each.name.endswith("_s")
-        }
-        for name in ("device", "level", "dtype", "optimizer"):
-            values[name] = json_fields.optional_text(fields, name)
-        values["waits"] = int(json_fields.non_negative(fields, "waits"))
-        return cls(rows=tuple(map(Row.from_data, rows)), **values)
+        spent = {name: float(data[name]) for name in data if name.endswith("_s")}
+        return cls(**{**data, **spent, "rows": tuple(map(Row.from_data, data["rows"]))})
