@@ -154,12 +154,11 @@ def test_swamped_updates(level: str, master: str) -> None:
         assert shown == f"{lost:.0%} of one step, SGD, lr={rate:g}"
         if rate < 1e-3:
             assert lost > 0.9
-            words = f"fails: SGD, lr=0.0001: {lost:.0%} of the updates of one step"
-            assert report.verdict.startswith(words)
+            assert report.verdict.startswith("fails: SGD, lr=0.0001: ")
             assert found[0].severity == "error"
             assert found[0].where == "SGD, lr=0.0001"
             assert found[0].limit == "at most 5%"
-            assert "master='split'" in found[0].advice
+            assert "master split" in found[0].advice
 
 
 def test_a_rate_of_zero_loses_nothing() -> None:

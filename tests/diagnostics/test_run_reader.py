@@ -50,7 +50,7 @@ def test_all_of_a_folder_is_read(tmp_path: Path) -> None:
     assert [each.scale for each in gradients[:2]] == [65536.0, 65536.0]
     assert gradients[0].summary.dtype == "fp16"
     assert facts.non_finite[0].step == 114
-    assert facts.bad_ops[0]["op"] == "linear"
+    assert facts.bad_ops[0].op == "linear"
     assert facts.profile is not None
     assert facts.profile.rows[0].shapes == ((500, 770), (770, 770))
     assert facts.machine is not None

@@ -149,6 +149,7 @@ def sick(folder: Path, hostile: str = "") -> Path:
     records.append({"step": 114, "event": "non_finite", "where": where})
     bad = {
         "phase": "forward",
+        "scale": 1024.0,
         "module": f"bert.encoder.layer.5.output{hostile}.dense",
         "kind": "Linear",
         "op": "linear",

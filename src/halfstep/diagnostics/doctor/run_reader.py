@@ -19,6 +19,7 @@ from halfstep.diagnostics.doctor.run_record import (
 )
 from halfstep.diagnostics.profiling import Profile
 from halfstep.errors import UserError
+from halfstep.nonfinite.origin import BadOp
 from halfstep.numerics.tensor_summary import Sample, TensorSummary
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def read(folder: Path) -> RunFacts:
         steps=tuple(metrics.steps),
         stats=metrics.stats(),
         non_finite=metrics.events(NonFinite),
-        bad_ops=metrics.events(dict),
+        bad_ops=metrics.events(BadOp),
         lost=metrics.events(LostUpdates),
         profile=_parse(folder / PROFILE, Profile.from_data),
         machine=machine,
@@ -149,7 +150,7 @@ class _Metrics:
         elif kind == "non_finite":
             self._note(step, NonFinite(step, tuple(map(str, record["where"]))))
         elif kind == "bad_op":
-            self._note(step, record)
+            self._note(step, BadOp.from_data(record))
         elif kind == "lost_updates":
             for group in record["groups"]:
                 share = float(group["share"])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from halfstep.diagnostics.profiling import Profile
+    from halfstep.nonfinite.origin import BadOp
     from halfstep.numerics.tensor_summary import Sample
 
 
@@ -129,6 +130,8 @@ class LostUpdates:
     group: int
     share: float
     """Lost share of the updates, 0 to 1."""
+    optimizer: str = ""
+    """Type and learning rate where known."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,7 @@ class RunFacts:
     """Tensor name of the probe, ending in ":output" or ":grad" -> its samples in the
     order of the run."""
     non_finite: tuple[NonFinite, ...] = ()
-    bad_ops: tuple[Mapping[str, Any], ...] = ()
-    """Each as `BadOp.data()` returns it, with "step"."""
+    bad_ops: tuple[BadOp, ...] = ()
     lost: tuple[LostUpdates, ...] = ()
     profile: Profile | None = None
     machine: MachineFacts | None = None
