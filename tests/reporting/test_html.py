@@ -332,14 +332,6 @@ def test_long_words_break_and_short_ones_do_not() -> None:
     assert kinds == ["short", "", "number", "long", "short", "number"]
 
 
-def test_a_flag_stays_in_one_line() -> None:
-    """Law: browsers break a flag nowhere, and what stands around it is still text."""
-    words = "<b>--loss-scale 8</b> or --" + "x" * 40
-    html = page("a", [Section("b", cards=(Card("error", "c", (("advice", words),)),))])
-    assert '&lt;b&gt;<span class="flag">--loss-scale</span> 8&lt;/b&gt; or' in html
-    assert ".flag { white-space: nowrap; }" in html
-
-
 def test_a_logarithmic_axis() -> None:
     """Law: what has no logarithm is left out; ticks are plain numbers."""
     svg = chart(0.01, 1.0, 0.0, 100.0, 1.0, log_y=True).svg()

@@ -28,7 +28,6 @@ _NOT_INSTALLED = (
 _SHORT = 15  # letters of a name that needs no line break
 _LONG = 60  # letters from which a cell needs a wide column
 _MOST_POINTS = 2000  # charts are about 600 pixels wide: more points only add bytes
-_FLAG = re.compile(r"--[a-z][a-z-]{1,24}")  # short enough for a narrow page
 _LARGEST = 1e100  # far beyond float32; margins of an axis overflow at 1e308
 # A palette that color-blind readers can distinguish.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -61,13 +60,7 @@ th, td { padding: .35rem 1.25rem .35rem 0; text-align: left; vertical-align: top
 th:last-child, td:last-child { padding-right: 0; }
 .number, .short { min-width: 0; white-space: nowrap; }
 .number { text-align: right; } td.long { min-width: 15rem; }
-.scroll { overflow-x: auto; background-attachment: local, local, scroll, scroll;
-  background-image: linear-gradient(90deg, Canvas 50%, transparent),
-    linear-gradient(270deg, Canvas 50%, transparent),
-    linear-gradient(90deg, #8888, transparent),
-    linear-gradient(270deg, #8888, transparent);
-  background-position: left, right, left, right; background-repeat: no-repeat;
-  background-size: 2rem 100%, 2rem 100%, .75rem 100%, .75rem 100%; }
+.scroll { overflow-x: auto; }
 .card { border-left: .3rem solid #56b4e9; padding: .1rem 0 .1rem .9rem;
   margin: 0 0 1.25rem; overflow-wrap: anywhere; }
 .is-warning { border-color: #e69f00; } .is-error { border-color: #d55e00; }
@@ -76,7 +69,6 @@ th:last-child, td:last-child { padding-right: 0; }
   margin-right: .5rem; }
 dl { display: grid; grid-template-columns: 5.5rem 1fr; gap: .1rem .75rem; margin: 0;
   font-size: .9375rem; } dt { opacity: .7; } dd { margin: 0; }
-.flag { white-space: nowrap; }
 .heat th, .heat td { min-width: 0; max-width: 8rem; padding: .3rem .6rem;
   text-align: center; vertical-align: middle; overflow-wrap: break-word; }
 .heat tr:first-child th, .heat tbody th { text-align: left; }
@@ -108,7 +100,7 @@ svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
 {% for card in section.cards %}<div class="card is-{{ card.kind }}">
 <h3><span>{{ card.kind }}</span>{{ card.title }}</h3><dl>
 {% for name, words in card.lines %}
-<dt>{{ name }}</dt><dd>{{ flagged(words) | safe }}</dd>
+<dt>{{ name }}</dt><dd>{{ words }}</dd>
 {% endfor %}</dl></div>{% endfor %}
 {% for bar in section.bars %}
 <figure><div class="bar" aria-hidden="true">
@@ -413,7 +405,6 @@ def page(
         lead=lead,
         headline=headline,
         kind=_kind,
-        flagged=_with_unbroken_flags,
     )
     return document
 
@@ -423,12 +414,6 @@ def _kind(number: bool, word: str) -> str:
     if number:
         return "number"
     return "short" if len(word) <= _SHORT else "long" if len(word) > _LONG else ""
-
-
-def _with_unbroken_flags(words: str) -> str:
-    """Return text as HTML in which flags such as --loss-scale are not wrapped."""
-    words = escape(printable(words))
-    return _FLAG.sub(r'<span class="flag">\g<0></span>', words)
 
 
 def _centered_mean(curve: Curve) -> tuple[float, ...]:
