@@ -317,11 +317,6 @@ def _copied(
             f"{type(model).__name__} cannot be copied, and check works on copies: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error
-    if not all(param.is_leaf for param in model_copy.parameters()):
-        raise UserError(
-            f"a copy of {type(model).__name__} has no weights of its own, and check "
-            "works on copies: give the model as it was before torch.jit."
-        )
     if stepper is None:
         learning = [param for param in model_copy.parameters() if param.requires_grad]
         fused = all(param.is_floating_point() for param in learning)

@@ -48,8 +48,7 @@ _WIDENED = (
     "this CPU has none, and fp16 matmuls on it are many times slower"
 )
 NOT_TIMED = "no steps were timed: fp16 is slow on this CPU, which has no fp16 matmuls"
-_MAX_ERROR_CHARS = 200  # of an error message of the level
-_MAX_ERROR_WORDS = 15  # of one in fp32
+_MAX_ERROR_CHARS = 200
 
 
 @dataclass(frozen=True)
@@ -121,15 +120,11 @@ class ScaleSearch:
         return lambda model, batch: loss_fn(model, map_tensors(batch, _copied))
 
     def _reference(self, number: int) -> Pass:
-        batch = self.batches[number]
         try:
             return self._pass(self.fp32_copy, number, 1.0)
         except UserError:
             raise
         except Exception as error:
-            message = _misplaced(self.fp32_copy.model, batch)
-            if message:
-                raise UserError(message) from error
             called = f"loss_fn(model, {self.name_of(number)})"
             raise fp32_error(called, error, _FIX_ADVICE) from error
 
@@ -320,21 +315,8 @@ def line_of(error: Exception) -> str:
 
 def fp32_error(what: str, error: Exception, advice: str) -> UserError:
     """Return a `UserError` for an error that a call raised in fp32."""
-    words = " ".join(str(error).split()[:_MAX_ERROR_WORDS]) or "without a word"
-    message = f"{what} raised {type(error).__name__} in fp32: {words}. {advice}"
-    return UserError(message)
-
-
-def _misplaced(model: nn.Module, batch: object) -> str:
-    """Return an error message if batch and model are on different devices, or ""."""
-    home = next(model.parameters()).device
-    for tensor in tensors_in(batch):
-        if tensor.device != home:
-            return (
-                f"the batch holds a tensor on {tensor.device}, the model is on {home}: "
-                f"move it, as in batch.to({str(home)!r})."
-            )
-    return ""
+    kind = type(error).__name__
+    return UserError(f"{what} raised {kind} in fp32: {line_of(error)}. {advice}")
 
 
 def halves(batch: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
