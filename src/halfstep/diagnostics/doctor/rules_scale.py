@@ -96,17 +96,13 @@ def _advice_on_skips(facts: RunFacts) -> str:
     return f"Train in bf16 (--dtype bf16), or {keep}. Lower --lr if the loss rises too."
 
 
-def _moves(steps: Sequence[Step]) -> tuple[int, int, int]:
-    """Return how often the scale fell and rose, and the number of recorded scales."""
-    scales = [step.scale for step in steps if step.scale]
+def _late_scales(facts: RunFacts) -> tuple[list[float], int, int]:
+    """Return the scales of the second half, and how often they fell and rose."""
+    steps = _warm(facts)
+    scales = [step.scale for step in steps[len(steps) // 2 :] if step.scale]
     fell = sum(b < a for a, b in pairwise(scales))
     rose = sum(b > a for a, b in pairwise(scales))
-    return fell, rose, len(scales)
-
-
-def _second_half(facts: RunFacts) -> Sequence[Step]:
-    steps = _warm(facts)
-    return steps[len(steps) // 2 :]
+    return scales, fell, rose
 
 
 def _unscaled(facts: RunFacts) -> bool | None:
@@ -296,16 +292,14 @@ def skipped_steps(facts: RunFacts) -> Iterator[Observation]:
 )
 def scale_unsettled(facts: RunFacts) -> Iterator[Observation]:
     """Rounds of growth and back-off in 1,000 steps of the second half."""
-    steps = _second_half(facts)
-    fell, rose, count = _moves(steps)
-    rounds = min(fell, rose)
-    if rounds >= _FEW:
-        measured = f"it fell {fell} and rose {rose} times in the last {count:,} steps"
+    scales, fell, rose = _late_scales(facts)
+    if min(fell, rose) >= _FEW:
+        measured = f"it fell {fell} and rose {rose} times in the last "
+        measured += f"{len(scales):,} steps"
         advice = "Raise it less often (ScaleRule(growth_interval=2000)), tolerate "
-        advice += "overflows (hysteresis=2), or use --loss-scale measured or bf16."
-        skipped = sum(bool(step.skipped) for step in steps) / max(1, len(steps))
-        each = rounds * _WINDOW / count
-        yield Observation("loss scale", measured, advice, each, skipped)
+        advice += "overflows (hysteresis=2), or train in bf16 (--dtype bf16)."
+        share = min(fell, rose) / len(scales)
+        yield Observation("loss scale", measured, advice, _WINDOW * share, share)
 
 
 @RULES.add(
@@ -313,18 +307,15 @@ def scale_unsettled(facts: RunFacts) -> Iterator[Observation]:
 )
 def scale_falling(facts: RunFacts) -> Iterator[Observation]:
     """Powers of two that the scale fell in the second half, never rising."""
-    scales = [step.scale for step in _second_half(facts) if step.scale]
-    fell, rose, count = _moves(_second_half(facts))
+    scales, fell, rose = _late_scales(facts)
     if not scales or rose:
         return
-    down = math.log2(scales[0] / scales[-1])
-    measured = f"it fell {fell} times in the last {count:,} steps, to {scales[-1]:g}, "
-    measured += "and never rose"
+    down, share = math.log2(scales[0] / scales[-1]), fell / len(scales)
+    measured = f"it fell {fell} times in the last {len(scales):,} steps, to "
+    measured += f"{scales[-1]:g}, and never rose"
     advice = _advice_on_skips(facts)
     severity: Severity | None = "error" if scales[-1] <= 1 else None
-    yield Observation(
-        "loss scale", measured, advice, down, min(1.0, fell / count), severity
-    )
+    yield Observation("loss scale", measured, advice, down, share, severity)
 
 
 @RULES.add(

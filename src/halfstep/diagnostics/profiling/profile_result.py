@@ -121,23 +121,20 @@ class Profile:
         """Return plain values for `json.dumps`."""
         return asdict(self)
 
-    def parts(self) -> dict[str, float]:
-        """Return the seconds of each part of a step; other operations are left out."""
-        return {
+    def table(self, most: int = 8) -> Table:
+        """Return the profile as a table, with the `most` longest operations."""
+        parts = {
             "data loading": self.input_s,
             "outside operations": self.python_s,
             "matrix products": self.gemm_s,
             "casts": self.casts_s,
             "fp32 in a 16-bit run": self.fp32_only_s,
             "optimizer": self.update_s,
+            "waits": self.wait_s,
         }
-
-    def table(self, most: int = 8) -> Table:
-        """Return the profile as a table, with the `most` longest operations."""
-        names = self.parts() | {"waits": self.wait_s}
         rows: list[tuple[Cell, ...]] = [
             (name, "-", None, 1000 * spent, 100 * self.share(spent))
-            for name, spent in names.items()
+            for name, spent in parts.items()
         ]
         for row in self.rows[:most]:
             share = 100 * self.share(row.self_s)
