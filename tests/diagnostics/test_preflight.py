@@ -260,6 +260,28 @@ def test_an_inf_that_a_division_hides(level: str) -> None:
     assert checked(Normed(3000.0), level, "bf16").verdict == "good"
 
 
+def test_an_inf_that_only_the_loss_shows() -> None:
+    """Law: an overflow without effect on gradients is named by its module, too."""
+
+    class Constant(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(3000 * x).detach()
+            return (y / (y * y).mean().sqrt()).abs().mean()
+
+    class Added(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.constant = Constant(16, 8).requires_grad_(requires_grad=False)
+
+    def added(model: Any, given: Any) -> Tensor:
+        return loss(model, given) + model.constant(given[0])
+
+    report = checked(Added(), "O1", "fp16", loss_fn=added)
+    assert report.facts.fault is not None
+    assert report.facts.fault.module == "constant"
+    assert report.facts.rules == ("module:constant=fp32",)
+
+
 def test_a_rule_around_the_module() -> None:
     """Law: without autocast, where what a module gives is cast, its block is tried."""
 

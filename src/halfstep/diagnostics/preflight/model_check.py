@@ -25,7 +25,6 @@ from halfstep.diagnostics.preflight.report import CheckReport
 from halfstep.diagnostics.preflight.rules import (
     findings,
     is_decided,
-    is_loss_far,
     verdict,
 )
 from halfstep.diagnostics.preflight.scale_search import (
@@ -278,9 +277,6 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     facts.scale = used.scale
     _compare(facts, search, used)
     facts.output_error = search.output_error(low_copy, trial.policy)
-    if scaled and (facts.output_error is not None or is_loss_far(facts)):
-        batch = search.batches[0]
-        facts.hidden_overflow = low_copy.find_overflow(search.loss_fn, batch)
     if steps and low_copy.emulates_fp16:
         search.notes.append(NOT_TIMED)
     elif steps:

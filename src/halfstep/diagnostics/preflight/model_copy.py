@@ -207,12 +207,6 @@ class ModelCopy:
             self._loss(loss_fn, batch)
         return calls
 
-    def find_overflow(self, loss_fn: LossFn, batch: object) -> BadOp | None:
-        """Return the first operation that overflows its dtype, even if hidden."""
-        self.begin(1.0)
-        with self._products():
-            return find_overflow(self.model, partial(self._loss, loss_fn, batch), 1.0)
-
     def find_nonfinite(
         self, loss_fn: LossFn, batch: object, scale: float
     ) -> BadOp | None:

@@ -286,11 +286,6 @@ def loss(facts: Facts) -> Iterator[Observation]:
         yield Observation("loss", measured, advice, abs(error), abs(error))
 
 
-def is_loss_far(facts: Facts) -> bool:
-    """Return whether the loss is too far from fp32's."""
-    return facts.loss_error is not None and abs(facts.loss_error) > LOSS_WARN
-
-
 @RULES.add(OURS, limit=Limit(FAR, "{:.0%}"), severity="error")
 def output(facts: Facts) -> Iterator[Observation]:
     """Relative error of a module's output, where its inputs agree with fp32's."""
@@ -304,19 +299,6 @@ def output(facts: Facts) -> Iterator[Observation]:
     if error.rule:
         advice = f"Keep it in float32: policy='{facts.policy} + {error.rule}'."
     yield Observation(place, measured, advice, error.error, 1.0)
-
-
-@RULES.add("the format", name="hidden overflow")
-def hidden_overflow(facts: Facts) -> Iterator[Observation]:
-    """An inf that a later operation turns into a finite number."""
-    bad = facts.hidden_overflow
-    if bad is None:
-        return
-    advice = f"Keep it in float32: policy='{facts.policy} + {bad.rule}'."
-    if not bad.rule:
-        advice = "Compute it in float32, or train in bf16."
-    limit = _format_limit(facts)
-    yield Observation(bad.place, bad.evidence, advice, None, 1.0, "error", limit)
 
 
 @RULES.add(severity="error", name="caution")

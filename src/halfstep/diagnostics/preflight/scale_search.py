@@ -16,7 +16,7 @@ from halfstep.diagnostics.preflight.measurements import (
     compare_gradients,
     output_errors,
 )
-from halfstep.diagnostics.preflight.rules import COSINE_WARN
+from halfstep.diagnostics.preflight.rules import COSINE_WARN, LOSS_WARN
 from halfstep.errors import UserError
 from halfstep.machine.recommendation import Choice
 from halfstep.numerics.exponents import largest_safe_scale
@@ -277,7 +277,7 @@ class ScaleSearch:
         enough = trial.finite or (trial.safe is not None and trial.safe >= 1)
         harm = not (enough and all(math.isfinite(one.loss) for one in trial.passes))
         # fp16 only: values that overflow bf16 overflow fp32 too.
-        harm = harm or (self._scaled and self._gradients_differ(trial))
+        harm = harm or (self._scaled and self._differs(trial))
         if trial.finite and not harm:
             return None, False
         for one, batch in zip(trial.passes, self.batches, strict=True):
@@ -286,13 +286,13 @@ class ScaleSearch:
                 return bad, harm and not bad.normal
         return None, False
 
-    def _gradients_differ(self, trial: ScaleTrial) -> bool:
-        """Return whether gradients are far from fp32's, or not finite at any scale."""
+    def _differs(self, trial: ScaleTrial) -> bool:
+        """Return whether loss or gradients are far from fp32's, or not finite."""
         used = trial.passes[0] if trial.finite else trial.at_safe
-        if used is None:
+        right = self.fp32_passes[0]
+        if used is None or abs(used.loss - right.loss) > LOSS_WARN * abs(right.loss):
             return True
-        right = self.fp32_passes[0].gradients
-        overall, _ = compare_gradients(right, used.gradients, lambda _: "")
+        overall, _ = compare_gradients(right.gradients, used.gradients, lambda _: "")
         return not overall.cosine >= COSINE_WARN  # NaN is none
 
 
