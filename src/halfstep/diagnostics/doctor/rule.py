@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from halfstep.reporting.finding import Finding, Severity
+from halfstep.reporting.table import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ OURS = "our choice"
 
 @dataclass(frozen=True)
 class Observation:
-    """What a rule observed in one place; the last three override those of the rule."""
+    """What a rule observed in one place; the last two override those of the rule."""
 
     where: str
     measured: str
@@ -36,7 +37,6 @@ class Observation:
     """Affected share of the time or of the values, 0 to 1."""
     severity: Severity | None = None
     limit: str | None = None
-    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,13 @@ class Limit:
     unit: str = "{:g}"
     """Format string of a value with its unit."""
     severe: float | None = None
-    """Threshold beyond which the finding is an error."""
+    """Upper threshold beyond which the finding is an error."""
     below: bool = False
     """Whether values below the threshold are findings, instead of those above."""
 
-    def is_passed(self, value: float, *, severe: bool = False) -> bool:
-        """Return whether a value is beyond the limit, or beyond the severe one."""
-        limit = self.severe if severe else self.value
-        if limit is None:
-            return False
-        return value < limit if self.below else value > limit
+    def is_passed(self, value: float) -> bool:
+        """Return whether a value is beyond the limit."""
+        return value < self.value if self.below else value > self.value
 
     def __str__(self) -> str:
         """Return the limit in words."""
@@ -85,38 +82,33 @@ class Rule(Generic[F]):
 
     def evaluate(self, facts: F) -> list[Finding]:
         """Return the rule's findings, worst first; the last may count further ones."""
-        findings = [self._finding(o) for o in self.observe(facts) if self._is_beyond(o)]
-        findings.sort(key=lambda each: each.rank)
-        if self.places is None:
-            return findings
-        rest = len(findings) - self.places
-        if rest <= 0:
-            return findings
-        *first, last = findings[: self.places]
-        places = "place" if rest == 1 else "places"
-        more = f"{last.measured}; and so in {rest} more {places}"
-        return [*first, replace(last, measured=more)]
+        found = [*filter(None, map(self._finding, self.observe(facts)))]
+        found.sort(key=lambda each: each.rank)
+        listed = found[: self.places]
+        if rest := len(found) - len(listed):
+            last = listed[-1]
+            more = f"{last.measured}; and so in {format_count(rest, 'more place')}"
+            listed[-1] = replace(last, measured=more)
+        return listed
 
-    def _is_beyond(self, each: Observation) -> bool:
+    def _finding(self, each: Observation) -> Finding | None:
+        """Return an observation as a finding; None if it is within the limit."""
         limit, value = self.limit, each.value
-        return value is None or (limit is not None and limit.is_passed(value))
-
-    def _finding(self, each: Observation) -> Finding:
-        severity, limit = each.severity or self.severity, self.limit
-        if (
-            limit
-            and each.value is not None
-            and limit.is_passed(each.value, severe=True)
-        ):
-            severity = "error"
-        words = "" if limit is None else str(limit)
+        severity, words = each.severity or self.severity, each.limit
+        if limit is not None and value is not None:
+            if not limit.is_passed(value):
+                return None
+            if limit.severe is not None and value > limit.severe:
+                severity = "error"
+        if words is None:
+            words = "" if limit is None else str(limit)
         return Finding(
             severity,
             rule=self.name,
             where=each.where,
             measured=each.measured,
-            limit=words if each.limit is None else each.limit,
-            source=self.source if each.source is None else each.source,
+            limit=words,
+            source=self.source,
             advice=each.advice,
             weight=min(1.0, max(0.0, each.weight)),
         )
