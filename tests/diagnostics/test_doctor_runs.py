@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sick_run import counted, step, tally, write
+from sick_run import counted, step
 from small_training import (
     interrupt_before,
     small_and_measured,
@@ -83,25 +83,6 @@ def test_one_run_has_one_loss_scale(low: int) -> None:
     )
     advice = " ".join(each.advice for each in found)
     assert len(set(re.findall(r"--loss-scale ([\d.]+)", advice))) == 1
-
-
-def not_evaluated(folder: Path, *records: Any, **settings: str) -> dict[str, str]:
-    """Return the rules that lacked a fact, and why."""
-    settings = {"level": "O2", "dtype": "fp16", "loss_scale": "dynamic"} | settings
-    facts = run_reader.read(write(folder, [step(1), *records], settings=settings))
-    missing = examination(facts).not_evaluated
-    return {rule: why for why, rules in missing.items() for rule in rules}
-
-
-@pytest.mark.parametrize("mode", ["flags", "sampled", "full"])
-def test_a_probe_that_is_on_is_not_suggested(tmp_path: Path, mode: str) -> None:
-    """Law: nobody is told to switch on what is on; "flags" judges what it can."""
-    blind = not_evaluated(tmp_path, probe=mode)
-    assert "halfstep.Probe(" not in " ".join(blind.values())
-    assert "not finite forward" not in blind  # it saw none
-    assert "coarse" in blind
-    stats = {"step": 1, "event": "stats", "tensors": {"a:output": tally(0)}}
-    assert "coarse" not in not_evaluated(tmp_path, stats, probe=mode)
 
 
 # The doctor and `halfstep train`: sound runs are found sound; its page tells.

@@ -44,8 +44,7 @@ def examination(
         no_speed: Why the rules of speed are not evaluated; "" if they are.
     """
     if hints is None:
-        whys = {name: why for name, (_, why) in NEEDS.items()}
-        hints = {n: y if isinstance(y, str) else y(facts) for n, y in whys.items()}
+        hints = {name: why for name, (_, why) in NEEDS.items()}
     findings: list[Finding] = []
     reasons: dict[str, list[str]] = {}
     num_evaluated = 0

@@ -141,29 +141,10 @@ class Rules(list[Rule[F]], Generic[F]):
         return decorate
 
 
-_NO_MACHINE = "no facts about the machine (environment.json)"
-_PROBE = (
-    "halfstep train --probe sampled attaches one, in a loop of your own it is "
-    'halfstep.Probe(model, "sampled", log=...)'
+_BY_PROBE = (
+    "which a probe writes: halfstep train --probe sampled, or halfstep.Probe(model, "
+    '"sampled", log=...) in a loop of your own'
 )
-_SAMPLES = ("sampled", "full")
-"""Modes of a probe that write statistics; "flags" writes non-finite tensors only."""
-
-
-def _no_stats(facts: RunFacts) -> str:
-    """Return why statistics are missing, and how to get them."""
-    mode = facts.config.probe
-    if mode in _SAMPLES:
-        return f"the probe ({mode}) has written no statistics of them"
-    if mode not in {None, "off"}:
-        return f'no statistics of tensors: the probe is on {mode!r}, not on "sampled"'
-    return f"no statistics of tensors, for no probe was on ({_PROBE})"
-
-
-def _no_gradients(facts: RunFacts) -> str:
-    if any(name.endswith(":grad") for name in facts.stats):
-        return "no gradient that the probe observed was in fp16"
-    return _no_stats(facts)
 
 
 def _recorded(field: str) -> Callable[[RunFacts], bool]:
@@ -186,7 +167,7 @@ def _is_probed(facts: RunFacts) -> bool:
     return on or bool(facts.stats or facts.non_finite or facts.bad_ops)
 
 
-NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], str]]] = {
+NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
     "level": (
         lambda f: f.config.level is not None,
         'the level is not known (level=, or "level" in config.json)',
@@ -203,13 +184,19 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
     "losses": (_recorded("loss"), "no records of steps have a loss"),
     "scales": (_recorded("scale"), "no records of steps have a loss scale"),
     "rates of learning": (_recorded("lr"), "no records of steps have a learning rate"),
-    "outputs": (lambda f: any(True for _ in f.samples(":output")), _no_stats),
-    "gradients": (lambda f: bool(f.gradients), _no_gradients),
+    "outputs": (
+        lambda f: any(True for _ in f.samples(":output")),
+        f"no statistics of outputs, {_BY_PROBE}",
+    ),
+    "gradients": (
+        lambda f: bool(f.gradients),
+        f"no statistics of fp16 gradients, {_BY_PROBE}",
+    ),
     "scale of gradients": (
         _has_loss_scale,
         'the loss scale of the observed gradients is not known ("scale" in records)',
     ),
-    "probe": (_is_probed, _no_stats),
+    "probe": (_is_probed, f"no records of non-finite tensors, {_BY_PROBE}"),
     "profile": (
         _is_profiled,
         "no profile of a step (profile.json, or halfstep.diagnose on your own step)",
@@ -220,10 +207,9 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
         ),
         "neither records nor a profile have the time of data loading",
     ),
-    "machine": (lambda f: f.machine is not None, _NO_MACHINE),
-    "rates": (
-        lambda f: f.machine is not None and "fp32" in f.machine.rates,
-        _NO_MACHINE,
+    "machine": (
+        lambda f: f.machine is not None,
+        "no facts about the machine (environment.json)",
     ),
     "weights": (
         lambda f: bool(f.weights),

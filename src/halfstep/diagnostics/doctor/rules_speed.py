@@ -153,7 +153,7 @@ RULES: Rules[RunFacts] = Rules()
 
 @RULES.add(
     "machine.SLOWER; formats equally fast differ by a few per cent",
-    needs=("dtype", "rates"),
+    needs=("dtype", "machine"),
     limit=Limit(hardware.SLOWER, below=True),
     concerns=_low,
 )
@@ -161,7 +161,7 @@ def emulated(facts: RunFacts) -> Iterator[Observation]:
     """Measured rate of 16-bit matmuls over fp32's."""
     rates = facts.machine.rates if facts.machine else {}
     dtype = facts.dtype or "fp32"
-    if dtype not in rates or not rates["fp32"]:
+    if dtype not in rates or not rates.get("fp32"):
         return
     gain = rates[dtype] / rates["fp32"]
     chip = facts.machine.chip if facts.machine else ""
