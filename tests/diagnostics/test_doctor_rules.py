@@ -337,7 +337,7 @@ def test_each_rule_has_its_limit(
     assert said in str(found[0])
     found = examine(sick)
     assert examine(sick) == found
-    assert [Finding.from_data(json.loads(json.dumps(f.data()))) for f in found] == found
+    assert [Finding(**json.loads(json.dumps(f.data()))) for f in found] == found
     assert [f.rank for f in found] == sorted(f.rank for f in found)
 
 

@@ -457,7 +457,7 @@ def test_data_and_tables() -> None:
     for report in (whole, broken):
         told = json.loads(json.dumps(report.data(), allow_nan=False))
         assert told["verdict"] == report.verdict
-        found = [Finding.from_data(one) for one in told["findings"]]
+        found = [Finding(**one) for one in told["findings"]]
         assert tuple(found) == report.findings
         assert told["facts"]["level"] == report.facts.level
         assert len(str(report).splitlines()) <= 5

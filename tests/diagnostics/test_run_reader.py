@@ -184,7 +184,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert max(map(len, told.splitlines())) <= 80
     found = examination(run_reader.read(folder))
     data = json.loads(out.read_text(encoding="utf-8"))
-    assert tuple(map(Finding.from_data, data["findings"])) == found.findings
+    assert tuple(Finding(**each) for each in data["findings"]) == found.findings
     assert data["looked_at"] == found.num_evaluated
     missing = {each["why"]: each["rules"] for each in data["not_looked_at"]}
     assert missing == found.not_evaluated
