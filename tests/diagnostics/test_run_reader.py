@@ -109,8 +109,9 @@ def test_a_damaged_file_is_named(
     """Law: one error names the file, its line, and the trouble."""
     folder = sound(tmp_path / "run")
     (folder / name).write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
         run_reader.read(folder)
+    assert str(caught.value).count("is damaged") == 1
 
 
 def test_a_line_that_is_being_written(tmp_path: Path) -> None:

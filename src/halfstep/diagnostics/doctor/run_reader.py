@@ -77,6 +77,8 @@ def _named(path: Path, line: int | None = None) -> Iterator[None]:
     except OSError as error:
         message = f"{path} cannot be read: {error.strerror or error}."
         raise UserError(message) from error
+    except UserError:  # names the file, and its line
+        raise
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         place = path if line is None else f"{path} line {line}"
         message = f"{place} is damaged: {type(error).__name__}: {error}."

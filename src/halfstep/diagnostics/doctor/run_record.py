@@ -39,7 +39,7 @@ class Step:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Step:
         """Return the step recorded in a line of metrics.jsonl."""
-        seconds = {k: float(value) for k, value in data.get("seconds", {}).items()}
+        seconds = {k: float(v) for k, v in (data.get("seconds") or {}).items()}
         skipped = data.get("skipped")
         return cls(
             int(data["step"]),
@@ -47,7 +47,7 @@ class Step:
             _number(data, "lr"),
             _positive(_number(data, "scale")),
             None if skipped is None else bool(skipped),
-            tuple(map(str, data.get("found_inf_in", ()))),
+            tuple(map(str, data.get("found_inf_in") or ())),
             seconds.get("input"),
             _positive(sum(seconds.values())),
         )
