@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from halfstep.reporting.html import (
     Bar,
-    Card,
     Chart,
     ConfusionMatrix,
     Curve,
@@ -260,14 +259,11 @@ def test_page_shows_markup_as_text(mark: str, shown: str) -> None:
     drawn = Chart(mark, mark, mark, (Curve(mark, (0.0, 1.0), (0.0, 1.0)),))
     heat = ConfusionMatrix(Table(mark, (mark, "a"), ((mark, 1),), (mark,)), mark)
     bar = Bar(((mark, 1.0),))
-    card = Card("note", mark, ((mark, mark),))
-    parts = Section(
-        *(mark, mark, (mark,), (bar,), (table,), (heat,), (drawn,)), cards=(card,)
-    )
+    parts = Section(mark, mark, (mark,), (bar,), (table,), (heat,), (drawn,))
     html = page(mark, [parts], mark)
-    # Page 3, section 3, card 3, table 4, heat 5, chart 1 and in its drawing 3.
+    # Page 3, section 3, table 4, heat 5, chart 1 and in its drawing 3.
     texts = [text.strip() for text in parsed(html).itertext()]
-    assert texts.count(shown) == 22
+    assert texts.count(shown) == 19
     assert texts.count(f"{shown} 100.0 %") == 1
 
 

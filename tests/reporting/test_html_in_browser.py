@@ -11,7 +11,6 @@ import pytest
 
 from halfstep.reporting.html import (
     Bar,
-    Card,
     Chart,
     ConfusionMatrix,
     Curve,
@@ -53,7 +52,6 @@ def whole_page() -> str:
             Chart("Scale", "step", "scale", (Curve("", x, x),), log_y=True, step=True),
         ),
         drawings=(Drawing("Map", Chart("m", "x", "y", (Curve("", x, x),)).svg()),),
-        cards=(Card("warning", "a rule", (("measured", "--flag 3"),)),),
     )
     headline = [("time of a step", "0.55 x fp32", "105.7 ms against 208.6 ms")] * 4
     return page("A run", [section], "It went well.", headline)

@@ -61,14 +61,6 @@ th:last-child, td:last-child { padding-right: 0; }
 .number, .short { min-width: 0; white-space: nowrap; }
 .number { text-align: right; } td.long { min-width: 15rem; }
 .scroll { overflow-x: auto; }
-.card { border-left: .3rem solid #56b4e9; padding: .1rem 0 .1rem .9rem;
-  margin: 0 0 1.25rem; overflow-wrap: anywhere; }
-.is-warning { border-color: #e69f00; } .is-error { border-color: #d55e00; }
-.card h3 { font-size: 1rem; margin: 0 0 .25rem; }
-.card h3 span { text-transform: uppercase; font-size: .75rem; letter-spacing: .06em;
-  margin-right: .5rem; }
-dl { display: grid; grid-template-columns: 5.5rem 1fr; gap: .1rem .75rem; margin: 0;
-  font-size: .9375rem; } dt { opacity: .7; } dd { margin: 0; }
 .heat th, .heat td { min-width: 0; max-width: 8rem; padding: .3rem .6rem;
   text-align: center; vertical-align: middle; overflow-wrap: break-word; }
 .heat tr:first-child th, .heat tbody th { text-align: left; }
@@ -97,11 +89,6 @@ svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
 {% if section.text %}<p>{{ section.text }}</p>{% endif %}
 {% if section.points %}<ul>{% for point in section.points %}
 <li>{{ point }}</li>{% endfor %}</ul>{% endif %}
-{% for card in section.cards %}<div class="card is-{{ card.kind }}">
-<h3><span>{{ card.kind }}</span>{{ card.title }}</h3><dl>
-{% for name, words in card.lines %}
-<dt>{{ name }}</dt><dd>{{ words }}</dd>
-{% endfor %}</dl></div>{% endfor %}
 {% for bar in section.bars %}
 <figure><div class="bar" aria-hidden="true">
 {% for name, share, colour in bar.segments() %}
@@ -339,18 +326,6 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class Card:
-    """A note with a title and named lines."""
-
-    kind: str
-    "A word; error, warning and note have colors."
-    title: str
-    "A few words."
-    lines: tuple[tuple[str, str], ...]
-    "(name, text) pairs; names are one word."
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of a page; its contents are shown in the order of the fields."""
 
@@ -370,8 +345,6 @@ class Section:
     "Side by side where the window is wide enough."
     drawings: tuple[Drawing, ...] = ()
     "Beside the charts."
-    cards: tuple[Card, ...] = ()
-    "Below the list, one below the other."
 
 
 def page(

@@ -9,7 +9,8 @@ import numpy as np
 
 from halfstep.machine import hardware
 from halfstep.reporting import html
-from halfstep.reporting.html import Bar, Card, Chart, ConfusionMatrix, Curve, Section
+from halfstep.reporting.finding import findings_table
+from halfstep.reporting.html import Bar, Chart, ConfusionMatrix, Curve, Section
 from halfstep.reporting.table import Cell, Table
 from halfstep.scaling.step_report import first_names
 from halfstep.train.metrics import EvalMetrics, score_title
@@ -75,7 +76,7 @@ def page(report: ReportData) -> str:
     split, final = report.final
     grid = ConfusionMatrix(replace(final.confusion, title=f"On {split}"), "predicted")
     sections = [
-        Section("Findings", points=report.data_findings, cards=_cards(report.findings)),
+        Section("Findings", points=report.data_findings, tables=_findings(report)),
         Section("Quality", tables=_quality(report)),
         Section("Confusion", confusion_matrices=(grid,)),
         Section("Worst mistakes", tables=(worst,) if worst.rows else ()),
@@ -91,14 +92,9 @@ def page(report: ReportData) -> str:
     return html.page(report.title, non_empty, report.lead, _headline(report))
 
 
-def _cards(findings: Iterable[Finding]) -> tuple[Card, ...]:
-    def card(each: Finding) -> Card:
-        limit = ("limit", f"{each.limit} ({each.source})")
-        limit = limit if each.limit else ("source", each.source)
-        fields = (("measured", each.measured), limit, ("advice", each.advice))
-        return Card(each.severity, f"{each.rule}: {each.where}", fields)
-
-    return tuple(map(card, findings))
+def _findings(report: ReportData) -> tuple[Table, ...]:
+    table = replace(findings_table(report.findings), title="")
+    return (table,) if table.rows else ()
 
 
 def _skipped(steps: Sequence[Mapping[str, Any]]) -> Section:
