@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.reporting.html import (
-    Bar,
     Chart,
     ConfusionMatrix,
     Curve,
@@ -258,13 +257,11 @@ def test_page_shows_markup_as_text(mark: str, shown: str) -> None:
     table = Table(mark, (mark,), ((mark,),), (mark,))
     drawn = Chart(mark, mark, mark, (Curve(mark, (0.0, 1.0), (0.0, 1.0)),))
     heat = ConfusionMatrix(Table(mark, (mark, "a"), ((mark, 1),), (mark,)), mark)
-    bar = Bar(((mark, 1.0),))
-    parts = Section(mark, mark, (mark,), (bar,), (table,), (heat,), (drawn,))
+    parts = Section(mark, mark, (mark,), (table,), (heat,), (drawn,))
     html = page(mark, [parts], mark)
     # Page 3, section 3, table 4, heat 5, chart 1 and in its drawing 3.
     texts = [text.strip() for text in parsed(html).itertext()]
     assert texts.count(shown) == 19
-    assert texts.count(f"{shown} 100.0 %") == 1
 
 
 @pytest.mark.parametrize("module", ["matplotlib", "jinja2"])
@@ -305,19 +302,6 @@ def test_heat_is_shaded_by_the_share_of_a_row() -> None:
     assert ConfusionMatrix(table, "guess").shaded_rows() == [
         ("a", [("-", "rgba(0,114,178,0.000)"), ("2", "rgba(213,94,0,0.600)")])
     ]
-
-
-def test_bar_shows_shares_of_the_sum() -> None:
-    """Law: widths are shares in percent, and the words below tell the same."""
-    bar = Bar((("in", 1.0), ("out & back", 3.0), ("rest", 0.0)))
-    shares = {name: share for name, share, _ in bar.segments()}
-    assert shares == {"in": 25.0, "out & back": 75.0, "rest": 0.0}
-    root = parsed(page("t", [Section("s", bars=(bar,))]))
-    widths = [span.get("style", "").split(";")[0] for span in root.iter("span")]
-    assert widths == ["width:25.000%", "width:75.000%", "width:0.000%"]
-    legend = ["".join(item.itertext()) for item in root.iter("li")]
-    assert legend == ["in 25.0 %", "out & back 75.0 %", "rest 0.0 %"]
-    assert [share for _, share, _ in Bar((("a", 0.0),)).segments()] == [0.0]
 
 
 def test_long_words_break_and_short_ones_do_not() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from halfstep.reporting.html import (
-    Bar,
     Chart,
     ConfusionMatrix,
     Curve,
@@ -44,7 +43,6 @@ def whole_page() -> str:
         "One",
         "Some text.",
         points=("/a/path/without/breaks" * 9,),
-        bars=(Bar((("forward", 1.0), ("backward", 2.0))),),
         tables=(table,),
         confusion_matrices=(ConfusionMatrix(counts, "predicted"),),
         charts=(

@@ -1,4 +1,4 @@
-"""Renders reports as one self-contained HTML page: tables, charts, bars."""
+"""Renders reports as one self-contained HTML page: tables and charts."""
 
 from __future__ import annotations
 
@@ -68,11 +68,6 @@ th:last-child, td:last-child { padding-right: 0; }
 .many td, .many th { padding: .2rem .3rem; font-size: .8125rem; }
 .many tr + tr > [scope=col] { writing-mode: vertical-rl;
   text-orientation: sideways; text-align: right; }
-.bar { display: flex; height: 1.5rem; border-radius: .375rem; overflow: hidden; }
-.legend { display: flex; flex-wrap: wrap; gap: 0 1.25rem; list-style: none;
-  margin: .4rem 0 0; padding: 0; font-size: .875rem; }
-.legend i { display: inline-block; width: .75rem; height: .75rem; margin-right: .4rem;
-  border-radius: .2rem; }
 .charts { display: grid; gap: 0 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
 svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
@@ -89,14 +84,7 @@ svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
 {% if section.text %}<p>{{ section.text }}</p>{% endif %}
 {% if section.points %}<ul>{% for point in section.points %}
 <li>{{ point }}</li>{% endfor %}</ul>{% endif %}
-{% for bar in section.bars %}
-<figure><div class="bar" aria-hidden="true">
-{% for name, share, colour in bar.segments() %}
-<span style="width:{{ '%.3f' % share }}%;background:{{ colour }}"></span>{% endfor %}
-</div><ul class="legend">{% for name, share, colour in bar.segments() %}
-<li><i style="background:{{ colour }}"></i>{{ name }} {{ '%.1f' % share }} %</li>
-{% endfor %}</ul></figure>
-{% endfor %}{% for table in section.tables %}{% set numeric = table.numeric() %}
+{% for table in section.tables %}{% set numeric = table.numeric() %}
 <figure>{% if table.title %}<figcaption>{{ table.title }}</figcaption>{% endif %}
 <div class="scroll" role="region" aria-label="{{ table.title }}" tabindex="0">
 <table><thead><tr>{% for name in table.columns %}
@@ -263,22 +251,6 @@ def _plain_log_formatter() -> LogFormatter:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One bar whose parts are as wide as their shares of the sum."""
-
-    parts: tuple[tuple[str, float], ...]
-    "Names and sizes, finite and zero or more."
-
-    def segments(self) -> list[tuple[str, float, str]]:
-        """Return name, share in percent and colour of each part."""
-        total = sum(size for _, size in self.parts) or 1.0
-        return [
-            (name, 100 * size / total, colour)
-            for (name, size), colour in zip(self.parts, cycle(_COLOURS), strict=False)
-        ]
-
-
-@dataclass(frozen=True)
 class ConfusionMatrix:
     """A table of counts whose cells are shaded by their share of the row.
 
@@ -335,8 +307,6 @@ class Section:
     "Plain text."
     points: tuple[str, ...] = ()
     "Items of a list."
-    bars: tuple[Bar, ...] = ()
-    "One below the other, with the shares of their parts."
     tables: tuple[Table, ...] = ()
     "One below the other."
     confusion_matrices: tuple[ConfusionMatrix, ...] = ()

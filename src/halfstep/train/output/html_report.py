@@ -10,7 +10,7 @@ import numpy as np
 from halfstep.machine import hardware
 from halfstep.reporting import html
 from halfstep.reporting.finding import findings_table
-from halfstep.reporting.html import Bar, Chart, ConfusionMatrix, Curve, Section
+from halfstep.reporting.html import Chart, ConfusionMatrix, Curve, Section
 from halfstep.reporting.table import Cell, Table
 from halfstep.scaling.step_report import first_names
 from halfstep.train.metrics import EvalMetrics, score_title
@@ -231,8 +231,7 @@ def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
     )
     notes = (note, _OF_HOST) if on_gpu else (note,)
     table = Table("", columns, tuple(rows), notes, digits=1)
-    means = tuple(zip(_PARTS, map(float, spent.mean(0)), strict=True))
-    return Section(heading, bars=(Bar(means),), tables=(table,))
+    return Section(heading, tables=(table,))
 
 
 def _cost(summary: Mapping[str, Any]) -> Table:
