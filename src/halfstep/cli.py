@@ -306,7 +306,6 @@ def _predict(arguments: argparse.Namespace) -> None:
     {
         "run": flag("folder of a run", None, Path, "RUN_DIR"),
         **_JSON,
-        "--html": _file("write a page with histograms and profile"),
     },
     help="find numerical and speed problems of a run, and their fixes",
     description="Check a run from its files: metrics, statistics of a probe, "
@@ -315,7 +314,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     "programs read --json.",
 )
 def _doctor(arguments: argparse.Namespace) -> None:
-    from halfstep.diagnostics.doctor import examination, html_report, run_reader, text
+    from halfstep.diagnostics.doctor import examination, run_reader, text
 
     facts = run_reader.read(arguments.run)
     result = examination(facts)
@@ -324,8 +323,6 @@ def _doctor(arguments: argparse.Namespace) -> None:
         lambda: text.data(facts, result),
         arguments.json,
     )
-    if arguments.html:
-        _write(html_report.page(facts, result), arguments.html, "--html")
 
 
 @_command(

@@ -16,17 +16,15 @@ from sick_run import counted, environment, profile, step, tally
 from halfstep.diagnostics.doctor import RULES, examination, examine, worst_first
 from halfstep.diagnostics.doctor.rule import NEEDS, percent
 from halfstep.diagnostics.doctor.run_record import (
-    ClassCount,
     Config,
-    Evaluation,
     LostUpdates,
     MachineFacts,
     NonFinite,
     RunFacts,
-    SplitFacts,
     Step,
 )
 from halfstep.diagnostics.profiling import Profile
+from halfstep.nonfinite.origin import BadOp
 from halfstep.numerics import formats
 from halfstep.numerics.tensor_stats import measure
 from halfstep.numerics.tensor_summary import (
@@ -79,7 +77,9 @@ def profiled(config: Config, **more: Any) -> RunFacts:
     return RunFacts(config=config, profile=told, machine=machine)
 
 
-ADDCDIV = [{"op": "_foreach_addcdiv_", "shapes": [], "dtypes": [], "self_s": 0.01}]
+ADDCDIV = [
+    {"op": "_foreach_addcdiv_", "shapes": [], "dtypes": [], "calls": 1, "self_s": 0.01}
+]
 """The row of an update that is not fused."""
 
 
@@ -97,7 +97,7 @@ def wide(self_s: float) -> dict[str, Any]:
 
 def rates(bf16: float, dtype: str = "bf16") -> RunFacts:
     """Return a run on a machine with this rate of bf16; that of fp16 is a tenth."""
-    machine = MachineFacts.from_data({"rates": {"fp32": 1, "bf16": bf16, "fp16": 0.1}})
+    machine = MachineFacts(rates={"fp32": 1.0, "bf16": bf16, "fp16": 0.1})
     return RunFacts(config=replace(ON_CPU, dtype=dtype), machine=machine)
 
 
@@ -112,21 +112,19 @@ def lost(share: float) -> RunFacts:
     return RunFacts(config=bare, lost=(LostUpdates(100, 0, share),))
 
 
-def bad(**more: Any) -> dict[str, Any]:
+def bad(**more: Any) -> BadOp:
     told = {
         "step": 12,
+        "scale": 1024.0,
         "phase": "forward",
         "module": "decoder.wo",
-        "kind": "Linear",
         "op": "linear",
-        "nonfinite_kind": "inf",
         "cause": "forward range",
         "evidence": "inputs reach 8.3e+04, float16 holds 65504",
         "advice": "Train in bfloat16.",
         "reproduced": True,
-        "rule": "",
     }
-    return told | more
+    return BadOp(**told | more)
 
 
 def not_finite(*names: str, config: Config = FP16) -> RunFacts:
@@ -136,41 +134,6 @@ def not_finite(*names: str, config: Config = FP16) -> RunFacts:
 
 CALM = held("a:output", tally(0))
 ROUNDS = [1024.0, 512.0] * 3
-
-
-def losses(*values: float) -> RunFacts:
-    records = [step(i, loss=value) for i, value in enumerate(values, 1)]
-    return RunFacts(steps=steps(records))
-
-
-def evaluated(*values: float) -> RunFacts:
-    """Return a run with these dev losses, whose training loss falls."""
-    found = [Evaluation(10 * i, value) for i, value in enumerate(values, 1)]
-    records = [step(i) for i in range(1, 10 * len(values) + 1)]
-    return RunFacts(steps=steps(records), evaluations=tuple(found))
-
-
-def classes(*counts: tuple[int, int]) -> RunFacts:
-    """Return a run that has, and predicts, so many of each class on dev."""
-    told = tuple(ClassCount(f"c{i}", *count) for i, count in enumerate(counts))
-    found = Evaluation(10, 1.0, told), Evaluation(20, 1.0, told)
-    return RunFacts(evaluations=found)
-
-
-def texts(**counts: int) -> RunFacts:
-    """Return a run on a thousand texts in each split."""
-    train = {"repeated": 0, "contradicting": 0, "in_train": 0}
-    dev = train | {"in_train": counts.pop("in_train", 0)}
-    splits = {"train": train | counts, "dev": dev}
-    return RunFacts(
-        splits={name: SplitFacts(1000, **told) for name, told in splits.items()}
-    )
-
-
-def clipped(over: int) -> RunFacts:
-    """Return a run of a hundred steps, so many with gradients above the limit of 1."""
-    records = [step(i, grad_norm=1.0 + (i <= over)) for i in range(1, 101)]
-    return RunFacts(config=Config(clip=1.0), steps=steps(records))
 
 
 def tiny(lowest: int) -> RunFacts:
@@ -252,7 +215,7 @@ LIMITS: list[tuple[str, Callable[[Any], RunFacts], Any, Any, str]] = [
     ("swamped updates", lost, 0.05, 0.06, "6.0% of its updates were rounded"),
     (
         *("no masters", lambda given: in_bf16(**given), {}),
-        *({"level": "O3", "master": None}, "--master split"),
+        *({"level": "O3", "master": None}, "master split"),
     ),
     (
         *("weights already low", lambda last: weights("fp32", last), "fp32", "bf16"),
@@ -313,41 +276,6 @@ LIMITS: list[tuple[str, Callable[[Any], RunFacts], Any, Any, str]] = [
         *("data loading", lambda s: profiled(ON_CPU, input_s=s), 0.01, 0.011),
         "11 ms of a step of 100 ms",
     ),
-    (
-        *("divergence", lambda last: losses(*[1.0] * 40, *[last] * 4), 1.5, 1.6),
-        "it begins at 1, reaches 1.6 about step 42, and ends at 1.6 (medians)",
-    ),
-    (
-        *("loss rebound", lambda x: losses(*[2.0] * 10, *[1.0] * 20, *[x] * 10)),
-        *(1.5, 1.6),
-        "it fell from 2 to 1 about step 14, and is back at 1.6 in the end",
-    ),
-    (
-        *("loss does not fall", lambda x: losses(*[1.0] * 25, *[x] * 25), 0.97, 0.98),
-        "it is 1 at the beginning and 0.98 after 50 applied steps",
-    ),
-    (
-        *("overfitting", lambda last: evaluated(1.0, 0.5, 0.52, last), 0.55, 0.56),
-        "it is lowest at step 20, 0.5, and 0.56 at step 40, while the training loss",
-    ),
-    (
-        "class never predicted",
-        lambda n: classes((20, 14), (10, 16 + n), (n, 0)),
-        *(4, 5, "never predicted on dev, with how often each is there: c2 (5)"),
-    ),
-    ("clipping", clipped, 90, 91, "91 of 100 steps, 91%, were clipped to"),
-    (
-        *("repeated texts", lambda n: texts(repeated=n), 20, 21),
-        "21 of 1,000 texts, 2.1%, equal an earlier one",
-    ),
-    (
-        *("contradicting labels", lambda n: texts(contradicting=n), 2, 3),
-        "3 of 1,000 texts, 0.3%, also occur with another label",
-    ),
-    (
-        *("leak", lambda n: texts(in_train=n), 5, 6),
-        "6 of 1,000 texts, 0.6%, are in train too: scores on dev are too good",
-    ),
 ]
 CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
     *((name, run(low), run(high), said) for name, run, low, high, said in LIMITS),
@@ -356,7 +284,7 @@ CASES: list[tuple[str, RunFacts, RunFacts, str]] = [
         "bad op",
         RunFacts(config=FP16, stats=CALM.stats),
         RunFacts(config=FP16, bad_ops=(bad(), bad(step=14))),
-        "linear (Linear, forward) made inf at step 12, and once more",
+        "float16 holds 65504 (step 12, 2 times)",
     ),
     (
         "not finite forward",
@@ -409,7 +337,7 @@ def test_each_rule_has_its_limit(
     assert said in str(found[0])
     found = examine(sick)
     assert examine(sick) == found
-    assert [Finding.from_data(json.loads(json.dumps(f.data()))) for f in found] == found
+    assert [Finding(**json.loads(json.dumps(f.data()))) for f in found] == found
     assert [f.rank for f in found] == sorted(f.rank for f in found)
 
 
@@ -418,7 +346,7 @@ def test_flags_that_are_advised_exist() -> None:
     advice = " ".join(f.advice for *_, sick, _ in CASES for f in examine(sick))
     named = set(re.findall(r"--[a-z][a-z-]*", advice))
     flags = {flag_of(setting) for setting in SETTINGS.values()}
-    assert {"--lr", "--class-weights", "--patience"} <= named <= flags
+    assert {"--lr", "--loss-scale", "--policy"} <= named <= flags
 
 
 @pytest.mark.parametrize("config", [FP16, BF16, replace(FP16, loss_scale="65536")])
@@ -433,22 +361,6 @@ def test_skips_that_go_on_are_told_what_ends_them(config: Config) -> None:
     ruled = replace(facts, bad_ops=(bad(rule="module:decoder.wo=fp32"),))
     told = {each.rule: each.advice for each in examine(ruled)}["skipped steps"]
     assert "--policy 'lean + module:decoder.wo=fp32'" in told
-
-
-@pytest.mark.parametrize(
-    ("counts", "said"),
-    [
-        (((20, 30), (10, 0)), "all 30 predictions on dev are 'c0'"),
-        (((20, 0), (10, 0)), "nothing is predicted on dev, which holds 30 entities"),
-        # Of entities, some texts have none: one type found is not all of them.
-        (((20, 5), (10, 0)), "never predicted on dev, with how often each is there: "),
-    ],
-)
-def test_what_was_not_learned(counts: tuple[tuple[int, int], ...], said: str) -> None:
-    """Law: one class for all, and nothing found at all, are errors."""
-    (found,) = [f for f in examine(classes(*counts)) if f.rule.startswith("class")]
-    assert found.measured.startswith(said)
-    assert found.severity == ("warning" if said.startswith("never") else "error")
 
 
 @pytest.mark.parametrize(
@@ -518,12 +430,12 @@ SAID: dict[str, tuple[RunFacts, str, str, str]] = {
         *("bad op", "warning", "--dtype bf16"),
     ),
     "an overflow that needs a rule is an error": (
-        RunFacts(config=FP16, bad_ops=(BACKWARD | {"rule": "module:a=fp32"},)),
+        RunFacts(config=FP16, bad_ops=(replace(BACKWARD, rule="module:a=fp32"),)),
         *("bad op", "error", "decoder.wo"),
     ),
     "one that did not recur is none": (
         RunFacts(config=FP16, bad_ops=(bad(phase="none", cause="hardware"),)),
-        *("bad op", "warning", "did not reproduce"),
+        *("bad op", "warning", "hardware: "),
     ),
     "the scale advised keeps the largest gradient below half": (
         *(lost_tenth(0), "underflow", "error", "Use --loss-scale 16384"),

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.diagnostics.doctor import RULES
 from halfstep.diagnostics.preflight import CheckReport, rules
 from halfstep.diagnostics.preflight.measurements import (
     Cost,
@@ -130,10 +129,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"lost": 0.5}, "good"),
     (
         {"lost": 0.51, "optimizer": "SGD"},
-        (
-            "fails: SGD: 51% of the updates of one step were rounded away: those "
-            "weights in fp16 did not move"
-        ),
+        "fails: SGD: 51% of its updates were rounded away, over one count",
     ),
     ({"failed": "no kernel"}, "fails: O2 fp16: raises no kernel"),
     (
@@ -250,22 +246,6 @@ def test_load_does_not_flip_the_verdict(load: float) -> None:
     if load < 0.1:
         assert verdicts(2.0, load) == {"worth"}
         assert verdicts(0.5, load) == {"not worth"}
-
-
-def test_limits_of_lost_updates() -> None:
-    """Law: a check before training holds against what the doctor does afterwards."""
-    doctors = next(rule for rule in RULES if rule.name == "swamped updates")
-    assert doctors.limit == rules.swamped_updates.limit
-    assert "swamped updates" not in found(lost=0.05)
-    told = found(lost=0.06, dtype="bf16", optimizer="SGD, lr=1")["swamped updates"]
-    assert told == (
-        "SGD, lr=1: 6% of the updates of one step were rounded away: those weights in "
-        "bf16 did not move (at most 5%). Keep master weights: level='O2' with "
-        "master='split' (exact, 16 bits a weight), 'kahan' (as lean, bf16 moments too) "
-        "or 'stochastic' (nothing kept, right on average)."
-    )
-    told = found(lost=0.06)["swamped updates"]
-    assert told.endswith("Keep fp32 master weights: level='O2', master='fp32'.")
 
 
 def found(**changed: Any) -> dict[str, str]:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -89,7 +88,6 @@ def test_cells_cannot_tear_the_table() -> None:
     table = Table(hostile, (hostile,), ((hostile,),), (hostile,))
     title, column, _, cell, note = table.text().split("\n")
     assert {title, column, cell, note} == {shown}
-    assert table._repr_html_().count(shown) == 4
     assert json.loads(json.dumps(table.data()))["rows"] == [{hostile: hostile}]
     joined = "\u0645\u06cc\u200c\u062e \U0001f468\u200d\U0001f469 \u3000\xa0"
     assert printable(joined) == joined
@@ -127,25 +125,8 @@ def test_printed_and_in_a_notebook() -> None:
     long = Table("", ("number",), tuple((number,) for number in range(99)))
     assert str(long) == long.text()
     assert repr(long).splitlines()[-2:] == ["    19", "... and 79 more rows: print all"]
-    hostile = "<script>alert('x')</script> & \"y\""
-    table = Table(
-        f"T {hostile}",
-        ("name", f"n {hostile}"),
-        ((hostile, 1), ("a\x1b[31m\nb", None)),
-        (hostile,),
-    )
-    escaped = "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; &quot;y&quot;"
-    left, right = 'style="text-align: left"', 'style="text-align: right"'
-    assert table._repr_html_() == (
-        f"<table><caption>T {escaped}</caption>"
-        f"<thead><tr><th {left}>name</th><th {right}>n {escaped}</th></tr></thead>"
-        f"<tbody><tr><td {left}>{escaped}</td><td {right}>1</td></tr>"
-        f"<tr><td {left}>a\\x1b[31m\\nb</td><td {right}>-</td></tr></tbody></table>"
-        f"<p>{escaped}</p>"
-    )
-    untitled = Table("", ("x",), ())._repr_html_()
-    head = f"<thead><tr><th {left}>x</th></tr></thead>"
-    assert untitled == f"<table>{head}<tbody></tbody></table>"
+    hostile = Table("", ("a",), (("<b>&",),))._repr_html_()
+    assert hostile == "<pre>a\n----\n&lt;b&gt;&amp;</pre>"
 
 
 def test_data_is_json_and_tells_unmeasured_from_not_finite() -> None:
@@ -157,21 +138,6 @@ def test_data_is_json_and_tells_unmeasured_from_not_finite() -> None:
         "rows": [{"a": "nan", "b": "-inf"}, {"a": None, "b": 1 / 3}],
         "notes": ["note"],
     }
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ((("a", "b"), ((1, 2), (3,))), "has 2 columns but 1 cells in row 1."),
-        ((("a", "a"), ()), "names a column twice: ('a', 'a')."),
-    ],
-)
-def test_what_does_not_fit_is_refused(values: tuple[Any, Any], message: str) -> None:
-    """Law: a programmer's error is a plain ValueError that says what does not fit."""
-    with pytest.raises(ValueError, match="Runs") as caught:
-        Table("Runs", *values)
-    assert type(caught.value) is ValueError
-    assert str(caught.value) == f"Table 'Runs' {message}"
 
 
 def test_write_text_replaces_a_file(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 def profile(**more: Any) -> dict[str, Any]:
     """Return the profile of a sound step, as part of a run's folder."""
-    row = {"calls": 12, "dtypes": ["bf16", "bf16"], "module": None}
+    row = {"calls": 12, "dtypes": ["bf16", "bf16"]}
     told = {
         "wall_s": 0.1,
         "rows": [
@@ -76,19 +76,6 @@ def profile(**more: Any) -> dict[str, Any]:
         "dtype": "bf16",
     }
     return told | more
-
-
-def evaluation(number: int, **more: Any) -> dict[str, Any]:
-    """Return the record of an evaluation of a sound run."""
-    classes = {name: {"true": 20, "predicted": 20} for name in ("a", "b")}
-    told = {"step": number, "event": "eval", "dev_loss": 1.0, "classes": classes}
-    return told | more
-
-
-def data(**more: int) -> dict[str, dict[str, int]]:
-    """Return counts of texts that come more than once, in train; as usual, few do."""
-    counts = {"texts": 1000, "repeated": 1, "contradicting": 0, "in_train": 0}
-    return {"train": counts | more, "dev": counts}
 
 
 def environment() -> dict[str, Any]:
@@ -118,7 +105,7 @@ def write(
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
     told = {"level": "O2", "dtype": "bf16", "master": "fp32", "loss_scale": "none"}
-    told |= {"device": "cpu", "clip": 2.0, "probe": "sampled"}
+    told |= {"device": "cpu", "probe": "sampled"}
     text = "".join(
         f"{key} = {json.dumps(value)}\n" for key, value in (settings or told).items()
     )
@@ -160,11 +147,9 @@ def sick(folder: Path, hostile: str = "") -> Path:
             records.append({"step": number, "event": "stats", "tensors": tensors})
     where = [f"bert.encoder.layer.5.output{hostile}.dense:output", "model:output"]
     records.append({"step": 114, "event": "non_finite", "where": where})
-    records.append(
-        evaluation(400, classes={f"rare{hostile}": {"true": 9, "predicted": 0}})
-    )
     bad = {
         "phase": "forward",
+        "scale": 1024.0,
         "module": f"bert.encoder.layer.5.output{hostile}.dense",
         "kind": "Linear",
         "op": "linear",
@@ -182,7 +167,7 @@ def sick(folder: Path, hostile: str = "") -> Path:
         {"op": "layer_norm", "shapes": [[500, 770]], "self_s": 0.012, **half},
         {"op": f"odd{hostile}", "shapes": [[1]], "self_s": 0.001, **half},
     ]
-    settings = {"level": "O1", "dtype": "fp16", "loss_scale": "dynamic", "clip": 1.0}
+    settings = {"level": "O1", "dtype": "fp16", "loss_scale": "dynamic"}
     return write(
         folder,
         records,
@@ -191,6 +176,5 @@ def sick(folder: Path, hostile: str = "") -> Path:
             rows=rows, casts_s=0.03, gemm_s=0.03, device="cuda", waits=4, wait_s=0.01
         ),
         environment=environment(),
-        data=data(repeated=300),
         summary={"level": "O1", "dtype": "fp16", "padded_share": 0.4},
     )

@@ -1,5 +1,6 @@
 """Findings: said where there is something to do, silent where there is not."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -10,19 +11,24 @@ from halfstep.train.data.tokenized import EncodedTexts
 from halfstep.train.data_checks import data_findings
 
 
-class Kinds(list[set[str]]):
-    """A split, as the kinds of entities of each text."""
+class Texts(list[int]):
+    """A split, as the hash of each text; its labels and entity types are given."""
 
-    def words(self) -> set[str]:
-        return set().union(*self)
-
-
-class Counts(list[int]):
-    """A split whose texts differ, as the number of examples of each label."""
+    def __init__(
+        self, hashes: Iterable[int], counts: tuple[int, ...], types: tuple[str, ...]
+    ) -> None:
+        super().__init__(hashes)
+        self.counts, self.types = counts, types
 
     def label_counts(self, num_labels: int) -> np.ndarray[Any, Any]:
-        assert len(self) == num_labels
-        return np.array(self)
+        assert len(self.counts) == num_labels
+        return np.array(self.counts)
+
+    def text_hashes(self) -> np.ndarray[Any, Any]:
+        return np.array(self, np.int64)
+
+    def words(self) -> set[str]:
+        return {*self.types}
 
     def distinct(self) -> Self:
         return self
@@ -42,7 +48,10 @@ QUIET: dict[str, Any] = {
     "task": "classify",
     "train_counts": (1, 1),
     "dev_counts": (50, 50),
-    "test_kinds": [],
+    "train_hashes": range(1000),
+    "dev_hashes": range(1000, 1200),
+    "test_hashes": (),
+    "test_types": (),
 }
 """A run of which there is nothing to say."""
 
@@ -54,10 +63,10 @@ def trainer(**more: Any) -> Any:
         left_out=said.left_out,
         repeats=said.repeats,
         labels=("a", "b"),
-        train=Counts(said.train_counts),
-        dev=Counts(said.dev_counts),
+        train=Texts(said.train_hashes, said.train_counts, ()),
+        dev=Texts(said.dev_hashes, said.dev_counts, ()),
+        test=Texts(said.test_hashes, (), said.test_types),
         task=said.task,
-        test=Kinds(said.test_kinds),
     )
     job = SimpleNamespace(encoded=encoded, longest=8, corpus=corpus)
     return SimpleNamespace(job=job)
@@ -88,7 +97,22 @@ SAID: list[tuple[Any, Any, str]] = [
         {"train_counts": (0, 9), "dev_counts": (0, 100)},
         "train has no text of 'a': macro averages count such labels as 0; number clas",
     ),
-    (NER | {"test_kinds": [{"PER"}]}, NER | {"test_kinds": [set()]}, NO_ENTITY),
+    (
+        NER | {"test_hashes": (-1,), "test_types": ("PER",)},
+        NER | {"test_hashes": (-1,)},
+        NO_ENTITY,
+    ),
+    (
+        {"train_hashes": (*range(980), *range(20))},
+        {"train_hashes": (*range(979), *range(21))},
+        "21 of 1,000 train texts equal an earlier one: drop them, unless",
+    ),
+    (
+        {"dev_hashes": range(999, 1199)},
+        {"dev_hashes": range(998, 1198)},
+        "2 of 200 dev texts are in train too: scores on dev are too good; take",
+    ),
+    ({}, {"test_hashes": (-1, 5)}, "1 of 2 test texts are in train too: scores"),
     (
         {"train": texts(7, 7, 7), "dev": texts(7)},
         {"train": texts(7, 8, 8), "dev": texts(7)},
@@ -109,13 +133,10 @@ def test_what_is_said(just: Any, more: Any, said: str) -> None:
     assert finding.startswith(said)
 
 
-def test_faults_come_first() -> None:
-    """Law: damaged checkpoints come before what is about the data."""
-    cut = {"train": texts(8, inexact=1), "dev": texts(8), "test": texts(8)}
-    told = data_findings(trainer(**cut), ["step-00000009 is damaged"])
-    assert [line.split(maxsplit=4)[3] for line in told[1:4]] == ["train", "dev", "test"]
-    assert (told[0], told[4][:8]) == ("step-00000009 is damaged", "1 entity")
-    assert len(told) == 5
+def test_a_file_that_was_split_has_one_line_on_repeats() -> None:
+    """Law: equal texts that are kept together are counted once."""
+    told = data_findings(trainer(repeats=500, train_hashes=(*range(500),) * 2))
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize(("count", "more"), [(1, ""), (20, ""), (22, " And 2 more.")])

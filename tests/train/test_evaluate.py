@@ -1,20 +1,17 @@
-"""What a model says of a split: each example once, as one at a time; the baseline."""
+"""What a model says of a split: each example once, as one at a time."""
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from small_corpora import classified
 from torch import nn
 
 from halfstep.distributed.process_group import World
 from halfstep.train.data.entity_tags import IGNORED
 from halfstep.train.data.tokenized import EncodedTexts
-from halfstep.train.result import baseline_accuracy
 from halfstep.train.tasks import EVAL_BATCH, TASKS, collect_outputs
 
 PAD = 0
@@ -131,16 +128,3 @@ def test_no_targets() -> None:
     """Law: texts that have no token to tag have no loss, and no nan."""
     _, loss = ask(Reader("ner"), "ner", tags(1))
     assert loss == 0.0
-
-
-def test_baseline(tmp_path: Path) -> None:
-    """Law: the baseline learns what characters tell, and nothing else."""
-    labels = ("x", "z")
-    train = classified(tmp_path / "a.jsonl", [("xxy", "x"), ("zzw", "z")] * 5, labels)
-    test = classified(tmp_path / "b.jsonl", [("yx", "x"), ("wz", "z")], labels)
-    flipped = classified(tmp_path / "c.jsonl", [("yx", "z"), ("wz", "x")], labels)
-    assert baseline_accuracy(train, test) == 1.0
-    assert baseline_accuracy(train, flipped) == 0.0
-    # 1-grams alone cannot tell these; the order can.
-    ordered = classified(tmp_path / "d.jsonl", [("abc", "x"), ("cba", "z")] * 5, labels)
-    assert baseline_accuracy(ordered, ordered) == 1.0

@@ -49,12 +49,11 @@ def told(**changes: Any) -> ReportData:
         chosen=frozenset({"lr"}),
         metrics={"dev": judged(0.125), "test": judged(0.0)},
         worst_examples=Table("Wrong", ("text", "probability"), (("so sad", 0.875),)),
-        baseline=Table("Beside", ("classifier", "accuracy"), (("plain", 0.5),)),
         against_fp32=Table("Against fp32", ("level",), (("O2",),)),
         precision=Table("Precision", ("module", "why"), (("Linear", "a rule"),)),
         records=(),
         summary={"train_seconds": 12.25, "peak_memory_bytes": 3 << 20},
-        findings=("Texts were cut.",),
+        data_findings=("Texts were cut.",),
     )
     return replace(whole, **changes)
 
@@ -116,22 +115,22 @@ def test_order_of_the_sections() -> None:
     found = list(sections(records=[*ALL, step(31, skipped=True)]))
     assert found == [*first, *last, "Configuration", "Machine"]
     empty = Table("Wrong", ("text",), (), ("0 of 4 predictions are wrong.",))
-    some = sections(findings=(), worst_examples=empty)
+    some = sections(data_findings=(), worst_examples=empty)
     assert not {"Findings", "Worst mistakes"} & set(some)
 
 
 def test_without_a_test_split() -> None:
     """Law: the last split is the one that counts, dev where there is no other."""
-    found = sections(metrics={"dev": judged(0.0)}, baseline=None)
+    found = sections(metrics={"dev": judged(0.0)})
     assert captions(found["Quality"]) == ["Scores", "By label, on dev"]
     assert captions(found["Confusion"]) == ["On dev"]
 
 
 def test_quality() -> None:
-    """Law: scores of all splits side by side, then labels of the last, then peers."""
+    """Law: scores of all splits side by side, then labels of the last."""
     found = sections()["Quality"]
-    scores, labels, beside = grids(found)
-    assert captions(found) == ["Scores", "By label, on test", "Beside"]
+    scores, labels = grids(found)
+    assert captions(found) == ["Scores", "By label, on test"]
     assert scores == [
         ["score", "dev", "test"],
         ["accuracy", "0.3750", "0.2500"],
@@ -141,7 +140,6 @@ def test_quality() -> None:
     ]
     assert labels[1] == ["a", "0.500", "0.625", "0.750", "3"]
     assert [row[0] for row in labels[-2:]] == ["macro average", "weighted average"]
-    assert beside[1] == ["plain", "0.500"]
 
 
 def test_confusion_is_a_heat_map() -> None:
@@ -196,7 +194,6 @@ def test_where_the_time_went() -> None:
         ["rest", "1.0", "1.0", "2.4"],
         ["whole step", "40.0", "42.0", "100.0"],
     ]
-    assert "".join(next(found.iter("li")).itertext()) == "input 7.1 %"
     (note,) = notes_of(found)
     assert note.startswith("Over 20 steps; the first 10 are left out.")
 

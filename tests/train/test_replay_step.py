@@ -74,7 +74,7 @@ def test_the_report_speaks_of_the_whole_run(
     result = run(settings | more | {"level": "O1", "dtype": "fp16"})
     assert (result.summary["best_step"], result.summary["skipped"]) == (2, 5)
     (report,) = page.call_args.args
-    said = [words for card in report.cards for _, words in card.lines]
+    said = [each.measured for each in report.findings]
     assert any(words.startswith("5 of 12 steps were skipped") for words in said)
 
 

@@ -40,13 +40,13 @@ MOMENTS = {
     "in a line of metrics": ("O2 bf16", OUTPUT, "RunFolder.log", 11),
     "before a checkpoint": ("O1 fp16", "train.checkpointing", "single.save", 2),
     "in a checkpoint": ("O2 bf16", "checkpoint.single", "torch.save", 2),
-    "before the summary": ("O1 fp16", OUTPUT, "RunFolder.write", 2),
+    "before the summary": ("O1 fp16", OUTPUT, "RunFolder.write", 3),
 }
 """Kind of run, what is struck, and in which of its calls: before it; in a line of
 metrics after it, with the end of its file not on disk."""
 WAITS = {
     f"before wait {n}": ("O2 bf16", "checkpoint.atomic_directory", "os.fsync", n)
-    for n in range(1, 42)
+    for n in range(1, 41)
 }
 """Likewise: before each time that a run waits for the disk, the summary its last."""
 

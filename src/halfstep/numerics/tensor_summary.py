@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import UserError
 from halfstep.numerics import formats
-from halfstep.reporting import json_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from halfstep.numerics.formats import FloatFormat
-
-_LOWEST, _HIGHEST = -1100, 1100  # fp64's range of exponents
 
 
 @dataclass(frozen=True)
@@ -37,30 +34,19 @@ class TensorSummary:
     """Format name -> signal-to-noise ratio of a cast to it in dB; None: no signal."""
 
     @classmethod
-    def from_data(cls, data: object) -> TensorSummary:
-        """Return the summary that `TensorStats.data()` describes.
-
-        Raises:
-            UserError: If `data` has another structure.
-        """
-        fields = json_fields.mapping(data, "statistics")
-        exponents = json_fields.mapping(fields.get("exponents", {}), "exponents")
-        casts = json_fields.mapping(fields.get("casts", {}), "casts")
+    def from_data(cls, data: Mapping[str, Any]) -> TensorSummary:
+        """Return the summary that `TensorStats.data()` describes."""
         return cls(
-            _format_word(json_fields.optional_text(fields, "dtype") or "unknown"),
-            json_fields.integer(fields, "count"),
-            json_fields.integer(fields, "zeros", 0),
-            json_fields.integer(fields, "infs", 0),
-            json_fields.integer(fields, "nans", 0),
-            json_fields.non_negative(fields, "amax"),
-            {
-                _power_of_two(power): json_fields.integer(exponents, power)
-                for power in exponents
-                if exponents[power]
-            },
-            {
-                _format_word(name): _sqnr(json_fields.mapping(cast, name))
-                for name, cast in casts.items()
+            dtype=_format_word(data["dtype"]),
+            count=int(data["count"]),
+            zeros=int(data["zeros"]),
+            infs=int(data["infs"]),
+            nans=int(data["nans"]),
+            amax=float(data["amax"]),
+            exponents={int(e): int(n) for e, n in data["exponents"].items() if n},
+            casts={
+                _format_word(name): _sqnr(cast["signal"], cast["noise"])
+                for name, cast in data["casts"].items()
             },
         )
 
@@ -73,24 +59,11 @@ def _format_word(dtype: str) -> str:
         return dtype
 
 
-def _sqnr(cast: Mapping[str, Any]) -> float | None:
+def _sqnr(signal: float | None, noise: float | None) -> float | None:
     """Return the ratio in dB of the sums of squares of values and of their errors."""
-    signal = json_fields.real(cast.get("signal", 0.0), "signal")
-    noise = json_fields.real(cast.get("noise", 0.0), "noise")
-    if not 0 < signal < math.inf or not 0 <= noise < math.inf:
+    if not signal or noise is None:
         return None
     return 10 * (math.log10(signal) - math.log10(noise)) if noise else math.inf
-
-
-def _power_of_two(text: str) -> int:
-    try:
-        power = int(text)
-    except ValueError:
-        power = _HIGHEST + 1
-    if not _LOWEST <= power <= _HIGHEST:
-        message = f"'exponents' has the key {text[:20]!r}; keys are powers of two."
-        raise UserError(message)
-    return power
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,6 @@ class Comparison(Report):
         verdicts = (f"{level} {one.kind}" for level, one in self.verdicts.items())
         return f"<Comparison of {self.metric} with fp32: {', '.join(verdicts)}>"
 
-    def _repr_html_(self) -> str:
-        """Return the tables as notebooks show them."""
-        return "".join(table._repr_html_() for table in self.tables())
-
     def tables(self) -> tuple[Table, ...]:
         """Return verdicts, and costs with distances of the loss curves."""
         return self._verdict_table(), self._cost_table()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from halfstep.errors import UserError
 from halfstep.reporting.table import Report, Table
 
 if TYPE_CHECKING:
@@ -20,11 +19,7 @@ become so."""
 
 @dataclass(frozen=True, repr=False)
 class Finding(Report):
-    """The result of a rule: what was measured, the limit, and the fix.
-
-    Raises:
-        UserError: If `severity` is unknown.
-    """
+    """The result of a rule: what was measured, the limit, and the fix."""
 
     severity: Severity
     """One of `SEVERITIES`."""
@@ -44,13 +39,6 @@ class Finding(Report):
     """Orders findings of one severity, largest first: a share of the time or of the
     numbers that it concerns, 0 to 1."""
 
-    def __post_init__(self) -> None:
-        if self.severity not in SEVERITIES:
-            words = ", ".join(SEVERITIES)
-            raise UserError(
-                f"severity {self.severity!r} of rule {self.rule!r}: use {words}."
-            )
-
     @property
     def rank(self) -> tuple[int, float]:
         """Sort key, worst first."""
@@ -64,11 +52,6 @@ class Finding(Report):
     def data(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`."""
         return asdict(self)
-
-    @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Finding:
-        """Return the finding that `data` describes."""
-        return cls(**data)
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:

@@ -1,4 +1,4 @@
-"""Renders reports as one self-contained HTML page: tables, charts, bars, heat maps."""
+"""Renders reports as one self-contained HTML page: tables and charts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfstep.errors import UserError
 from halfstep.reporting.table import Table, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.ticker import LogFormatter
@@ -26,14 +26,11 @@ _NOT_INSTALLED = (
     "'halfstep[report]', or in a checkout pip install -e '.[report]'."
 )
 _SHORT = 15  # letters of a name that needs no line break
-_MAX_NAME = 40  # letters of a name beside a chart
 _LONG = 60  # letters from which a cell needs a wide column
 _MOST_POINTS = 2000  # charts are about 600 pixels wide: more points only add bytes
-_FLAG = re.compile(r"--[a-z][a-z-]{1,24}")  # short enough for a narrow page
 _LARGEST = 1e100  # far beyond float32; margins of an axis overflow at 1e308
 # A palette that color-blind readers can distinguish.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_BLUE = (0.0, 114 / 255, 178 / 255)
 _BLACK = "#000000"  # of matplotlib's texts and axes
 _PAGE = """\
 <!doctype html>
@@ -63,22 +60,7 @@ th, td { padding: .35rem 1.25rem .35rem 0; text-align: left; vertical-align: top
 th:last-child, td:last-child { padding-right: 0; }
 .number, .short { min-width: 0; white-space: nowrap; }
 .number { text-align: right; } td.long { min-width: 15rem; }
-.scroll { overflow-x: auto; background-attachment: local, local, scroll, scroll;
-  background-image: linear-gradient(90deg, Canvas 50%, transparent),
-    linear-gradient(270deg, Canvas 50%, transparent),
-    linear-gradient(90deg, #8888, transparent),
-    linear-gradient(270deg, #8888, transparent);
-  background-position: left, right, left, right; background-repeat: no-repeat;
-  background-size: 2rem 100%, 2rem 100%, .75rem 100%, .75rem 100%; }
-.card { border-left: .3rem solid #56b4e9; padding: .1rem 0 .1rem .9rem;
-  margin: 0 0 1.25rem; overflow-wrap: anywhere; }
-.is-warning { border-color: #e69f00; } .is-error { border-color: #d55e00; }
-.card h3 { font-size: 1rem; margin: 0 0 .25rem; }
-.card h3 span { text-transform: uppercase; font-size: .75rem; letter-spacing: .06em;
-  margin-right: .5rem; }
-dl { display: grid; grid-template-columns: 5.5rem 1fr; gap: .1rem .75rem; margin: 0;
-  font-size: .9375rem; } dt { opacity: .7; } dd { margin: 0; }
-.flag { white-space: nowrap; }
+.scroll { overflow-x: auto; }
 .heat th, .heat td { min-width: 0; max-width: 8rem; padding: .3rem .6rem;
   text-align: center; vertical-align: middle; overflow-wrap: break-word; }
 .heat tr:first-child th, .heat tbody th { text-align: left; }
@@ -86,11 +68,6 @@ dl { display: grid; grid-template-columns: 5.5rem 1fr; gap: .1rem .75rem; margin
 .many td, .many th { padding: .2rem .3rem; font-size: .8125rem; }
 .many tr + tr > [scope=col] { writing-mode: vertical-rl;
   text-orientation: sideways; text-align: right; }
-.bar { display: flex; height: 1.5rem; border-radius: .375rem; overflow: hidden; }
-.legend { display: flex; flex-wrap: wrap; gap: 0 1.25rem; list-style: none;
-  margin: .4rem 0 0; padding: 0; font-size: .875rem; }
-.legend i { display: inline-block; width: .75rem; height: .75rem; margin-right: .4rem;
-  border-radius: .2rem; }
 .charts { display: grid; gap: 0 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
 svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
@@ -107,19 +84,7 @@ svg { display: block; box-sizing: border-box; width: 100%; max-width: 36rem;
 {% if section.text %}<p>{{ section.text }}</p>{% endif %}
 {% if section.points %}<ul>{% for point in section.points %}
 <li>{{ point }}</li>{% endfor %}</ul>{% endif %}
-{% for card in section.cards %}<div class="card is-{{ card.kind }}">
-<h3><span>{{ card.kind }}</span>{{ card.title }}</h3><dl>
-{% for name, words in card.lines %}
-<dt>{{ name }}</dt><dd>{{ flagged(words) | safe }}</dd>
-{% endfor %}</dl></div>{% endfor %}
-{% for bar in section.bars %}
-<figure><div class="bar" aria-hidden="true">
-{% for name, share, colour in bar.segments() %}
-<span style="width:{{ '%.3f' % share }}%;background:{{ colour }}"></span>{% endfor %}
-</div><ul class="legend">{% for name, share, colour in bar.segments() %}
-<li><i style="background:{{ colour }}"></i>{{ name }} {{ '%.1f' % share }} %</li>
-{% endfor %}</ul></figure>
-{% endfor %}{% for table in section.tables %}{% set numeric = table.numeric() %}
+{% for table in section.tables %}{% set numeric = table.numeric() %}
 <figure>{% if table.title %}<figcaption>{{ table.title }}</figcaption>{% endif %}
 <div class="scroll" role="region" aria-label="{{ table.title }}" tabindex="0">
 <table><thead><tr>{% for name in table.columns %}
@@ -239,44 +204,6 @@ class Chart:
         return _svg(self.title, repr(self), height, draw)
 
 
-@dataclass(frozen=True)
-class Heatmap:
-    """Histograms one below the other; stronger cells count more of their values."""
-
-    title: str
-    "Description for screen readers."
-    histograms: tuple[tuple[str, Mapping[int, int]], ...]
-    "Names, and the number of values in each power of two; at least one."
-    borders: tuple[tuple[int, str], ...] = ()
-    "Powers of two at which a line is drawn, and its label."
-
-    def svg(self) -> str:
-        """Return it as an SVG element, as `Chart.svg` does."""
-        names = [_shortened(printable(name)) for name, _ in self.histograms]
-        powers = [power for _, histogram in self.histograms for power in histogram]
-        powers += [power for power, _ in self.borders]
-        low, high = min(powers, default=0) - 1, max(powers, default=0) + 2
-        shades = [[(*_BLUE, 0.0)] * (high - low) for _ in names]
-        for row, (_, histogram) in zip(shades, self.histograms, strict=True):
-            most = max(histogram.values(), default=0)
-            for power, count in histogram.items():
-                if count:  # rare values must stay visible
-                    depth = 0.15 + 0.85 * math.sqrt(count / most)
-                    row[power - low] = (*_BLUE, depth)
-
-        def draw(axes: Axes) -> None:
-            extent = (low, high, len(names), 0)
-            axes.imshow(shades, aspect="auto", extent=extent)
-            axes.set_yticks([at + 0.5 for at in range(len(names))], names)
-            axes.set(xlabel="power of two")
-            for power, label in self.borders:
-                axes.axvline(power, color=_COLOURS[1], linestyle="--", label=label)
-            if self.borders:
-                axes.figure.legend(loc="outside upper left", frameon=False, ncols=2)
-
-        return _svg(self.title, repr(self), 1.2 + 0.2 * len(names), draw)
-
-
 def _svg(title: str, content: str, height: float, draw: Callable[[Axes], None]) -> str:
     """Return a figure as an SVG element; `content` is the salt of its ids.
 
@@ -321,28 +248,6 @@ def _plain_log_formatter() -> LogFormatter:
             return f"{x:g}" if super().__call__(x, pos) else ""
 
     return Plain()
-
-
-def _shortened(name: str) -> str:
-    """Return a name short enough for the side of a chart, cut in the middle."""
-    half = (_MAX_NAME - 3) // 2
-    return name if len(name) <= _MAX_NAME else f"{name[:half]}...{name[-half:]}"
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar whose parts are as wide as their shares of the sum."""
-
-    parts: tuple[tuple[str, float], ...]
-    "Names and sizes, finite and zero or more."
-
-    def segments(self) -> list[tuple[str, float, str]]:
-        """Return name, share in percent and colour of each part."""
-        total = sum(size for _, size in self.parts) or 1.0
-        return [
-            (name, 100 * size / total, colour)
-            for (name, size), colour in zip(self.parts, cycle(_COLOURS), strict=False)
-        ]
 
 
 @dataclass(frozen=True)
@@ -393,18 +298,6 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class Card:
-    """A note with a title and named lines."""
-
-    kind: str
-    "A word; error, warning and note have colors."
-    title: str
-    "A few words."
-    lines: tuple[tuple[str, str], ...]
-    "(name, text) pairs; names are one word."
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of a page; its contents are shown in the order of the fields."""
 
@@ -414,8 +307,6 @@ class Section:
     "Plain text."
     points: tuple[str, ...] = ()
     "Items of a list."
-    bars: tuple[Bar, ...] = ()
-    "One below the other, with the shares of their parts."
     tables: tuple[Table, ...] = ()
     "One below the other."
     confusion_matrices: tuple[ConfusionMatrix, ...] = ()
@@ -424,8 +315,6 @@ class Section:
     "Side by side where the window is wide enough."
     drawings: tuple[Drawing, ...] = ()
     "Beside the charts."
-    cards: tuple[Card, ...] = ()
-    "Below the list, one below the other."
 
 
 def page(
@@ -459,7 +348,6 @@ def page(
         lead=lead,
         headline=headline,
         kind=_kind,
-        flagged=_with_unbroken_flags,
     )
     return document
 
@@ -469,12 +357,6 @@ def _kind(number: bool, word: str) -> str:
     if number:
         return "number"
     return "short" if len(word) <= _SHORT else "long" if len(word) > _LONG else ""
-
-
-def _with_unbroken_flags(words: str) -> str:
-    """Return text as HTML in which flags such as --loss-scale are not wrapped."""
-    words = escape(printable(words))
-    return _FLAG.sub(r'<span class="flag">\g<0></span>', words)
 
 
 def _centered_mean(curve: Curve) -> tuple[float, ...]:

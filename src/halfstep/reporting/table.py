@@ -1,4 +1,4 @@
-"""Tables that render as text, JSON and HTML for notebooks; atomic text files."""
+"""Tables that render as text and JSON, for notebooks too; atomic text files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 from halfstep.reporting import json_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 Cell = str | int | float | bool | None
@@ -52,14 +52,11 @@ class Report:
 
 
 @dataclass(frozen=True, repr=False)
-class Table:
-    """A titled grid of cells. Printed, it is laid out as text; notebooks show HTML.
+class Table(Report):
+    """A titled grid of cells, laid out as text.
 
     A float is shown with `digits` digits after the point, None as "-", a bool as yes
     or no. A column of numbers is aligned right, any other left.
-
-    Raises:
-        ValueError: A row is not as long as `columns`, or two columns share a name.
     """
 
     title: str
@@ -72,16 +69,6 @@ class Table:
     "Sentences shown below the table."
     digits: int = 3
     "Digits after the point, 0 or more; 3 distinguish most losses."
-
-    def __post_init__(self) -> None:
-        if len(set(self.columns)) < len(self.columns):
-            raise ValueError(
-                f"Table {self.title!r} names a column twice: {self.columns}."
-            )
-        for i, row in enumerate(self.rows):
-            if len(row) != len(self.columns):
-                lengths = f"{len(self.columns)} columns but {len(row)} cells in row {i}"
-                raise ValueError(f"Table {self.title!r} has {lengths}.")
 
     def __str__(self) -> str:
         """Return `text`."""
@@ -98,27 +85,6 @@ class Table:
             return self
         note = f"... and {format_count(number, 'more row', 'more rows')}: print all"
         return replace(self, rows=self.rows[:MOST_ROWS], notes=(note, *self.notes))
-
-    def _repr_html_(self) -> str:
-        """Return the table as notebooks show it."""
-        sides = ["right" if number else "left" for number in self.numeric()]
-
-        def row(tag: str, cells: Iterable[str]) -> str:
-            tags = (
-                f'<{tag} style="text-align: {side}">'
-                f"{html.escape(printable(cell))}</{tag}>"
-                for side, cell in zip(sides, cells, strict=True)
-            )
-            return f"<tr>{''.join(tags)}</tr>"
-
-        def tagged(tag: str, text: str) -> str:
-            return f"<{tag}>{html.escape(printable(text))}</{tag}>"
-
-        body = "".join(row("td", cells) for cells in self.formatted_rows())
-        title = tagged("caption", self.title) if self.title else ""
-        head = f"<thead>{row('th', self.columns)}</thead>"
-        notes = "".join(tagged("p", note) for note in self.notes)
-        return f"<table>{title}{head}<tbody>{body}</tbody></table>{notes}"
 
     def text(self, width: int | None = None) -> str:
         """Lay the table out for a terminal or a pipe.

@@ -1,7 +1,4 @@
-"""Checks a run's data and says what to do about each finding.
-
-The doctor reports findings about training, and about the repeats counted here.
-"""
+"""Checks a run's data and says what to do about each finding."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ import numpy as np
 from halfstep.reporting.table import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from halfstep.train.data.corpus import Corpus
     from halfstep.train.loop import Trainer
 
@@ -23,23 +18,19 @@ _MAX_LABELS = 5  # labels listed in a finding
 _MIN_DEV, _MIN_DEV_OF_LABEL = 100, 10  # examples for a useful score
 _Z = 1.96  # standard deviations of a 95% confidence interval
 _MAX_TEXTS = 2_000_000  # limit for comparing texts: about 10 seconds
+_REPEATED, _LEAKED = 0.02, 0.005  # shares of texts beyond which they are reported
 
 
-def data_findings(trainer: Trainer, faults: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return findings about the examples, before any step.
-
-    `faults` are lines about damaged checkpoints; they come first.
-    """
-    corpus, findings = trainer.job.corpus, [*faults]
+def data_findings(trainer: Trainer) -> tuple[str, ...]:
+    """Return findings about the examples, before any step."""
+    corpus, findings = trainer.job.corpus, []
     if left_out := corpus.left_out:
         listed = " ".join(left_out[:_MAX_LISTED])
         rest = len(left_out) - _MAX_LISTED
         more = f" And {rest} more." if rest > 0 else ""
         sentences = format_count(len(left_out), "sentence is", "sentences are")
         findings.append(f"{sentences} left out for invalid tags: {listed}{more}")
-    if corpus.repeats:
-        equal = format_count(corpus.repeats, "text equals", "texts equal")
-        findings.append(f"{equal} an earlier one: equal texts are in the same split.")
+    findings += _repeat_findings(corpus)
     findings += [*_absent_label_findings(corpus), *_small_dev_findings(corpus)]
     if corpus.task == "ner" and len(corpus.test) and not corpus.test.words():
         findings.append(
@@ -109,35 +100,28 @@ def _small_dev_findings(corpus: Corpus) -> list[str]:
     return [f"{few}: {interval} is up to {width:.2f} wide; evaluate on more."]
 
 
-def count_repeats(
-    corpus: Corpus, max_texts: int = _MAX_TEXTS
-) -> dict[str, dict[str, int]]:
-    """Count repeated texts in each split, for `data.json`.
+def _repeat_findings(corpus: Corpus) -> list[str]:
+    """Return findings about equal texts in train, and about dev or test texts in train.
 
-    Texts are compared by 64-bit hashes: 16 MB per million texts. Returns {} if there
-    are more than `max_texts` texts.
+    Texts are compared by 64-bit hashes, which take 16 MB per million texts.
     """
-    splits = {"train": corpus.train, "dev": corpus.dev, "test": corpus.test}
-    if sum(map(len, splits.values())) > max_texts:
-        return {}
-    train = corpus.train.text_hashes()
-    counts = {}
-    for name, split in splits.items():
-        texts = train if name == "train" else split.text_hashes()
-        if corpus.task == "classify":
-            targets = np.asarray(split.labels(), np.int64)
-        else:
-            numbers = (hash(tuple(sorted(split.spans(i)))) for i in range(len(texts)))
-            targets = np.fromiter(numbers, np.int64, len(texts))
-        # One row per text: its hash, and its label or the hash of its entities.
-        both = np.stack([texts, targets], axis=1)
-        distinct = np.unique(both, axis=0)
-        _, answers = np.unique(distinct[:, 0], return_counts=True)
-        several = np.unique(distinct[:, 0])[answers > 1]
-        counts[name] = {
-            "texts": len(texts),
-            "repeated": len(texts) - len(distinct),
-            "contradicting": int(np.isin(texts, several).sum()),
-            "in_train": 0 if name == "train" else int(np.isin(texts, train).sum()),
-        }
-    return counts
+    if corpus.repeats:
+        equal = format_count(corpus.repeats, "text equals", "texts equal")
+        return [f"{equal} an earlier one: equal texts are in the same split."]
+    if len(corpus.train) + len(corpus.dev) + len(corpus.test) > _MAX_TEXTS:
+        return []
+    train, findings = corpus.train.text_hashes(), []
+    repeated = len(train) - len(np.unique(train))
+    if repeated > _REPEATED * len(train):
+        findings.append(
+            f"{repeated:,} of {len(train):,} train texts equal an earlier one: drop "
+            "them, unless they are meant to count more often."
+        )
+    for name, split in (("dev", corpus.dev), ("test", corpus.test)):
+        leaked = int(np.isin(split.text_hashes(), train).sum())
+        if leaked > _LEAKED * len(split):
+            findings.append(
+                f"{leaked:,} of {len(split):,} {name} texts are in train too: scores "
+                f"on {name} are too good; take them out of train or {name}."
+            )
+    return findings

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halfstep.diagnostics.doctor import RunFacts, examine, run_reader
 from halfstep.diagnostics.preflight import check
 from halfstep.distributed import process_group
 from halfstep.errors import UserError
@@ -23,7 +22,7 @@ from halfstep.fast_dropout import use_fast_dropout
 from halfstep.machine import hardware
 from halfstep.reporting.table import Cell, Table, format_count
 from halfstep.train import checkpointing, parallelize, param_groups
-from halfstep.train.data_checks import count_repeats, data_findings
+from halfstep.train.data_checks import data_findings
 from halfstep.train.plan import Timers
 from halfstep.train.result import RunResult, portable_model
 from halfstep.train.step_dataset import iterate_steps, padding_fraction
@@ -100,8 +99,6 @@ def dry_run(ready: PreparedRun) -> RunResult:
         ("first steps", f"{first}; then {dev_loss:.3f} on {eval_count}"),
     )
     notes = list(data_findings(trainer))
-    facts = RunFacts(splits=run_reader.splits_of(count_repeats(corpus)))
-    notes += map(str, examine(facts))
     if len(times) < num_steps:
         notes.append(f"Only {len(times)} of {num_steps} steps were run: they are slow.")
     if folder.steps() or folder.metrics.exists():

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.diagnostics.doctor import examine, run_reader
-from halfstep.diagnostics.doctor.html_report import cards
 from halfstep.machine import hardware
 from halfstep.masters import encoding as forms
 from halfstep.reporting.table import Table, format_count
 from halfstep.session import fsdp_checkpoint
 from halfstep.train import checkpointing
-from halfstep.train.data_checks import data_findings
 from halfstep.train.fp32_comparison import comparison_table
 from halfstep.train.output import html_report
 from halfstep.train.output.run_directory import RunFolder, finite
@@ -29,17 +27,9 @@ if TYPE_CHECKING:
 
     from halfstep.reporting.finding import Finding
     from halfstep.train.config import TrainConfig
-    from halfstep.train.data.corpus import Split
     from halfstep.train.loop import Trainer
     from halfstep.train.model import Network
 
-
-# Figures: benchmarks/2026-11-25-small-data.md.
-_WHEN_IT_PAYS = (
-    "Single characters decide most of these labels, so a model from scratch hardly "
-    "pays: logistic regression did better on 1,890 texts, and on 9,200 of another set "
-    "(0.47 against 0.41). Fine-tune a pretrained model with --model."
-)
 _MAX_FINDINGS = 3  # lines at the end of a run
 
 
@@ -88,12 +78,12 @@ def finding_lines(findings: Sequence[Finding], run: Path) -> tuple[str, ...]:
 
 def finish_run(
     ready: PreparedRun,
-    faults: Sequence[str],
+    data_findings: Sequence[str],
     compare_with_fp32: Callable[[], dict[str, Any] | None],
 ) -> RunResult:
     """Evaluate the best checkpoint; write summary, report and final model.
 
-    `faults` are lines about damaged checkpoints that were not used.
+    `data_findings` are lines about damaged checkpoints and about the examples.
     """
     trainer = ready.trainer
     session, plan = trainer.session, trainer.job.plan
@@ -116,32 +106,14 @@ def finish_run(
     weights = ready.full_weights()
     checkpointing.run_on_first_rank(trainer.world, lambda: _save_model(ready, weights))
     summary["peak_memory_bytes"] = hardware.peak_memory(trainer.world.device)
-    findings: list[Finding] = []
-    baseline: Table | None = None
+    folder = trainer.folder
+    findings = checkpointing.run_on_first_rank(
+        trainer.world, lambda: examine(run_reader.read(folder.path))
+    )
+    findings = findings or []
     against_fp32: Table | None = None
 
-    def judge() -> None:
-        nonlocal baseline
-        corpus = job.corpus
-        findings.extend(examine(run_reader.read(trainer.folder.path)))
-        if config.data is None and config.task == "classify":
-            accuracy = baseline_accuracy(corpus.train, corpus.test)
-            summary["baseline_accuracy"] = accuracy
-            own = metrics[final].scores["accuracy"]
-            baseline = Table(
-                "Comparison with a baseline",
-                ("classifier", "test accuracy"),
-                (
-                    (f"this model, {choice}", own),
-                    ("logistic regression on character 1- and 2-grams", accuracy),
-                ),
-                (_WHEN_IT_PAYS,) if own < accuracy else (),
-            )
-            tables.append(baseline)
-        write()
-
     def write() -> None:
-        folder = trainer.folder
         report = html_report.ReportData(
             title=f"halfstep run: {job.corpus.name}",
             lead=f"Level {choice}{masters}: {choice.reason}.",
@@ -149,27 +121,26 @@ def finish_run(
             chosen=_chosen(config, plan.config),
             metrics=metrics,
             worst_examples=task.worst_examples(job, final, outputs[final][0]),
-            baseline=baseline,
             against_fp32=against_fp32,
             precision=precision,
             records=folder.records(),
             summary=summary,
-            findings=data_findings(trainer, faults),
-            cards=cards(findings),
+            data_findings=tuple(data_findings),
+            findings=tuple(findings),
         )
         folder.write("report.html", html_report.page(report))
         text = json.dumps(finite(summary), indent=1, allow_nan=False)
         folder.write("summary.json", text)
 
-    checkpointing.run_on_first_rank(trainer.world, judge)
+    checkpointing.run_on_first_rank(trainer.world, write)
     facts = compare_with_fp32()  # may fail, for lack of memory perhaps
     if facts is not None:
         summary["fp32"] = facts
         against_fp32 = comparison_table(facts, choice)
         tables.append(against_fp32)
         checkpointing.run_on_first_rank(trainer.world, write)
-    lines = finding_lines(findings, trainer.folder.path)
-    return RunResult(summary, tuple(tables), trainer.folder, trainer.examples, lines)
+    lines = finding_lines(findings, folder.path)
+    return RunResult(summary, tuple(tables), folder, trainer.examples, lines)
 
 
 def _save_model(ready: PreparedRun, weights: Mapping[str, torch.Tensor]) -> None:
@@ -222,23 +193,6 @@ def _chosen(config: TrainConfig, requested: TrainConfig) -> frozenset[str]:
         for name, value in config.data_dict().items()
         if value is not None and before[name] in {None, "auto"}
     )
-
-
-def baseline_accuracy(train: Split, test: Split) -> float:
-    """Return the accuracy of a logistic regression on character 1- and 2-grams.
-
-    A reproducible baseline: scikit-learn's defaults on counts.
-    """
-    from sklearn.feature_extraction.text import CountVectorizer
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-
-    pipeline = make_pipeline(
-        CountVectorizer(analyzer="char", ngram_range=(1, 2)),
-        LogisticRegression(max_iter=1000),
-    )
-    pipeline.fit(list(train.texts()), train.labels())
-    return float(pipeline.score(list(test.texts()), test.labels()))
 
 
 @torch.no_grad()

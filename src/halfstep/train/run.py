@@ -41,7 +41,7 @@ from halfstep.train.config import (
 )
 from halfstep.train.data import tokenized
 from halfstep.train.data.corpus import load
-from halfstep.train.data_checks import count_repeats, data_findings
+from halfstep.train.data_checks import data_findings
 from halfstep.train.dry_run import dry_run
 from halfstep.train.fp32_comparison import compare_with_fp32
 from halfstep.train.loop import Trainer
@@ -159,7 +159,9 @@ def _train(
     trainer = ready.trainer
     total, leads = trainer.job.plan.total_steps, trainer.world.is_first
     display = progress(total, trainer.state.step, leads=leads)
-    for line in (*faults, *_opening_lines(trainer, ready.network, notes)):
+    findings = data_findings(trainer)
+    lines = _opening_lines(trainer, ready.network, notes)
+    for line in (*faults, *lines, *findings):
         display.print_line(line)
     try:
         with signals.stop_on_signals(trainer.stop, trainer.world.size):
@@ -169,7 +171,8 @@ def _train(
     finally:
         display.close()
         trainer.close()
-    return finish_run(ready, faults, lambda: _compare_with_fp32(ready))
+    findings = (*faults, *findings)
+    return finish_run(ready, findings, lambda: _compare_with_fp32(ready))
 
 
 def _compare_with_fp32(ready: PreparedRun) -> dict[str, Any] | None:
@@ -356,7 +359,6 @@ def _open_folder(ready: PreparedRun, *, resume: bool, overwrite: bool) -> None:
         machine = run_record.machine_data(plan.device)
         text = json.dumps({"machine": machine, "weights": ready.weights}, indent=1)
         folder.write("environment.json", text)
-        folder.write("data.json", json.dumps(count_repeats(trainer.job.corpus)))
         trainer.open(tensorboard=config.tensorboard, probe=config.probe)
 
     checkpointing.run_on_first_rank(trainer.world, make)
@@ -406,4 +408,4 @@ def _opening_lines(
             f"the run was on {before} and is on {world.size}: it goes on with the same "
             "batches, and other dropout masks"
         )
-    return [*lines, *data_findings(trainer)]
+    return lines

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from halfstep.diagnostics.doctor import (
-    rules_learning,
-    rules_precision,
-    rules_scale,
-    rules_speed,
-)
+from halfstep.diagnostics.doctor import rules_precision, rules_scale, rules_speed
 from halfstep.diagnostics.doctor.rule import NEEDS, Examination, Rule
 from halfstep.diagnostics.doctor.run_record import RunFacts
 
@@ -21,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["RULES", "RunFacts", "examination", "examine", "worst_first"]
 
 RULES: tuple[Rule[RunFacts], ...] = (
-    *rules_learning.RULES,
     *rules_scale.RULES,
     *rules_precision.RULES,
     *rules_speed.RULES,
@@ -50,8 +44,7 @@ def examination(
         no_speed: Why the rules of speed are not evaluated; "" if they are.
     """
     if hints is None:
-        whys = {name: why for name, (_, why) in NEEDS.items()}
-        hints = {n: y if isinstance(y, str) else y(facts) for n, y in whys.items()}
+        hints = {name: why for name, (_, why) in NEEDS.items()}
     findings: list[Finding] = []
     reasons: dict[str, list[str]] = {}
     num_evaluated = 0

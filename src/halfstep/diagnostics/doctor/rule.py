@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from halfstep.reporting.finding import Finding, Severity
+from halfstep.reporting.table import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ OURS = "our choice"
 
 @dataclass(frozen=True)
 class Observation:
-    """What a rule observed in one place; the last three override those of the rule."""
+    """What a rule observed in one place; the last two override those of the rule."""
 
     where: str
     measured: str
@@ -36,7 +37,6 @@ class Observation:
     """Affected share of the time or of the values, 0 to 1."""
     severity: Severity | None = None
     limit: str | None = None
-    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,13 @@ class Limit:
     unit: str = "{:g}"
     """Format string of a value with its unit."""
     severe: float | None = None
-    """Threshold beyond which the finding is an error."""
+    """Upper threshold beyond which the finding is an error."""
     below: bool = False
     """Whether values below the threshold are findings, instead of those above."""
 
-    def is_passed(self, value: float, *, severe: bool = False) -> bool:
-        """Return whether a value is beyond the limit, or beyond the severe one."""
-        limit = self.severe if severe else self.value
-        if limit is None:
-            return False
-        return value < limit if self.below else value > limit
+    def is_passed(self, value: float) -> bool:
+        """Return whether a value is beyond the limit."""
+        return value < self.value if self.below else value > self.value
 
     def __str__(self) -> str:
         """Return the limit in words."""
@@ -85,38 +82,33 @@ class Rule(Generic[F]):
 
     def evaluate(self, facts: F) -> list[Finding]:
         """Return the rule's findings, worst first; the last may count further ones."""
-        findings = [self._finding(o) for o in self.observe(facts) if self._is_beyond(o)]
-        findings.sort(key=lambda each: each.rank)
-        if self.places is None:
-            return findings
-        rest = len(findings) - self.places
-        if rest <= 0:
-            return findings
-        *first, last = findings[: self.places]
-        places = "place" if rest == 1 else "places"
-        more = f"{last.measured}; and so in {rest} more {places}"
-        return [*first, replace(last, measured=more)]
+        found = [*filter(None, map(self._finding, self.observe(facts)))]
+        found.sort(key=lambda each: each.rank)
+        listed = found[: self.places]
+        if rest := len(found) - len(listed):
+            last = listed[-1]
+            more = f"{last.measured}; and so in {format_count(rest, 'more place')}"
+            listed[-1] = replace(last, measured=more)
+        return listed
 
-    def _is_beyond(self, each: Observation) -> bool:
+    def _finding(self, each: Observation) -> Finding | None:
+        """Return an observation as a finding; None if it is within the limit."""
         limit, value = self.limit, each.value
-        return value is None or (limit is not None and limit.is_passed(value))
-
-    def _finding(self, each: Observation) -> Finding:
-        severity, limit = each.severity or self.severity, self.limit
-        if (
-            limit
-            and each.value is not None
-            and limit.is_passed(each.value, severe=True)
-        ):
-            severity = "error"
-        words = "" if limit is None else str(limit)
+        severity, words = each.severity or self.severity, each.limit
+        if limit is not None and value is not None:
+            if not limit.is_passed(value):
+                return None
+            if limit.severe is not None and value > limit.severe:
+                severity = "error"
+        if words is None:
+            words = "" if limit is None else str(limit)
         return Finding(
             severity,
             rule=self.name,
             where=each.where,
             measured=each.measured,
-            limit=words if each.limit is None else each.limit,
-            source=self.source if each.source is None else each.source,
+            limit=words,
+            source=self.source,
             advice=each.advice,
             weight=min(1.0, max(0.0, each.weight)),
         )
@@ -149,29 +141,10 @@ class Rules(list[Rule[F]], Generic[F]):
         return decorate
 
 
-_NO_MACHINE = "no facts about the machine (environment.json)"
-_PROBE = (
-    "halfstep train --probe sampled attaches one, in a loop of your own it is "
-    'halfstep.Probe(model, "sampled", log=...)'
+_BY_PROBE = (
+    "which a probe writes: halfstep train --probe sampled, or halfstep.Probe(model, "
+    '"sampled", log=...) in a loop of your own'
 )
-_SAMPLES = ("sampled", "full")
-"""Modes of a probe that write statistics; "flags" writes non-finite tensors only."""
-
-
-def _no_stats(facts: RunFacts) -> str:
-    """Return why statistics are missing, and how to get them."""
-    mode = facts.config.probe
-    if mode in _SAMPLES:
-        return f"the probe ({mode}) has written no statistics of them"
-    if mode not in {None, "off"}:
-        return f'no statistics of tensors: the probe is on {mode!r}, not on "sampled"'
-    return f"no statistics of tensors, for no probe was on ({_PROBE})"
-
-
-def _no_gradients(facts: RunFacts) -> str:
-    if any(name.endswith(":grad") for name in facts.stats):
-        return "no gradient that the probe observed was in fp16"
-    return _no_stats(facts)
 
 
 def _recorded(field: str) -> Callable[[RunFacts], bool]:
@@ -194,7 +167,7 @@ def _is_probed(facts: RunFacts) -> bool:
     return on or bool(facts.stats or facts.non_finite or facts.bad_ops)
 
 
-NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], str]]] = {
+NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str]] = {
     "level": (
         lambda f: f.config.level is not None,
         'the level is not known (level=, or "level" in config.json)',
@@ -211,30 +184,19 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
     "losses": (_recorded("loss"), "no records of steps have a loss"),
     "scales": (_recorded("scale"), "no records of steps have a loss scale"),
     "rates of learning": (_recorded("lr"), "no records of steps have a learning rate"),
-    "evaluations": (
-        lambda f: any(one.loss is not None for one in f.evaluations),
-        "no evaluation is recorded",
+    "outputs": (
+        lambda f: any(True for _ in f.samples(":output")),
+        f"no statistics of outputs, {_BY_PROBE}",
     ),
-    "classes": (
-        lambda f: any(one.classes for one in f.evaluations),
-        "no evaluation has counts of the predicted classes",
+    "gradients": (
+        lambda f: bool(f.gradients),
+        f"no statistics of fp16 gradients, {_BY_PROBE}",
     ),
-    "clip": (
-        lambda f: f.config.clip is not None,
-        "the norm to which gradients are clipped is not known (clip)",
-    ),
-    "norms": (
-        _recorded("grad_norm"),
-        "no records of steps have the norm of the gradients",
-    ),
-    "texts": (lambda f: bool(f.splits), "repeated texts were not counted (data.json)"),
-    "outputs": (lambda f: any(True for _ in f.samples(":output")), _no_stats),
-    "gradients": (lambda f: bool(f.gradients), _no_gradients),
     "scale of gradients": (
         _has_loss_scale,
         'the loss scale of the observed gradients is not known ("scale" in records)',
     ),
-    "probe": (_is_probed, _no_stats),
+    "probe": (_is_probed, f"no records of non-finite tensors, {_BY_PROBE}"),
     "profile": (
         _is_profiled,
         "no profile of a step (profile.json, or halfstep.diagnose on your own step)",
@@ -245,10 +207,9 @@ NEEDS: dict[str, tuple[Callable[[RunFacts], bool], str | Callable[[RunFacts], st
         ),
         "neither records nor a profile have the time of data loading",
     ),
-    "machine": (lambda f: f.machine is not None, _NO_MACHINE),
-    "rates": (
-        lambda f: f.machine is not None and "fp32" in f.machine.rates,
-        _NO_MACHINE,
+    "machine": (
+        lambda f: f.machine is not None,
+        "no facts about the machine (environment.json)",
     ),
     "weights": (
         lambda f: bool(f.weights),

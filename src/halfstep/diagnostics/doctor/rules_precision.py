@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from halfstep.diagnostics.doctor.run_record import RunFacts
 
 _FINE = 0.001  # flushed share of gradients that does no harm: arXiv 1710.03740
-_LOST = 0.01  # flushed share of a tensor's gradients beyond which a scale is too low
+MOST_FLUSHED = 0.01  # share of gradients beyond which a scale is too low
 _MARGIN = 1  # powers of two between the largest gradient and overflow
 _HIGHEST = 24  # exponent of the largest dynamic loss scale by default
 _GUIDE = (
@@ -74,7 +74,7 @@ def _scale_advice(facts: RunFacts) -> str:
             f"Train in bf16 (--dtype bf16): fp16 would take a loss scale of {needed} "
             f"here, and the largest gradient allows {word}."
         )
-    if lost > _LOST:
+    if lost > MOST_FLUSHED:
         return (
             f"Train in bf16 (--dtype bf16): the largest gradient allows a loss scale "
             f"of {word}, at which {percent(lost)} of a tensor's gradients become 0."
@@ -104,10 +104,10 @@ def _level(facts: RunFacts) -> Level | None:
 
 def _masters_advice(facts: RunFacts) -> str:
     if facts.dtype == "fp16":
-        return "Keep fp32 master weights: --level O2 --master fp32."
+        return "Keep fp32 master weights: level O2, master fp32."
     return (
-        "Keep master weights: --level O2 with --master split (exact, 16 bits a weight),"
-        " kahan (as lean, bf16 moments too) or stochastic (nothing kept, right on "
+        "Keep master weights: level O2 with master split (exact, 16 bits a weight), "
+        "kahan (as lean, bf16 moments too) or stochastic (nothing kept, right on "
         "average)."
     )
 
@@ -126,7 +126,7 @@ RULES: Rules[RunFacts] = Rules()
 @RULES.add(
     _GUIDE,
     needs=("dtype", "gradients", "scale of gradients"),
-    limit=Limit(_LOST, "{:.0%}", severe=0.05),
+    limit=Limit(MOST_FLUSHED, "{:.0%}", severe=0.05),
     concerns=_in_fp16,
 )
 def underflow(facts: RunFacts) -> Iterator[Observation]:
@@ -218,14 +218,14 @@ def coarse(facts: RunFacts) -> Iterator[Observation]:
 )
 def swamped_updates(facts: RunFacts) -> Iterator[Observation]:
     """Share of a parameter group's updates lost to rounding."""
-    groups: dict[int, list[float]] = {}
+    groups: dict[str, list[float]] = {}
     for lost in facts.lost:
-        groups.setdefault(lost.group, []).append(lost.share)
-    for group, shares in groups.items():
+        where = lost.optimizer or f"parameter group {lost.group}"
+        groups.setdefault(where, []).append(lost.share)
+    for where, shares in groups.items():
         share = sum(shares) / len(shares)
         measured = f"{percent(share)} of its updates were rounded away, over "
         measured += "one count" if len(shares) == 1 else f"{len(shares)} counts"
-        where = f"parameter group {group}"
         yield Observation(where, measured, _masters_advice(facts), share, share)
 
 

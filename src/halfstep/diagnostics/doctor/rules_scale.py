@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from halfstep.diagnostics.doctor.run_record import RunFacts, Step
+    from halfstep.nonfinite.origin import BadOp
     from halfstep.reporting.finding import Severity
 
 _FEW = 3  # skips, or rounds of growth and backoff, needed for a finding
@@ -76,7 +77,7 @@ def _few_skips(facts: RunFacts) -> int:
 
 def _advice_on_skips(facts: RunFacts) -> str:
     """Return the advice against repeated skips, the likeliest fix first."""
-    rules = [str(event["rule"]) for event in facts.bad_ops if event.get("rule")]
+    rules = [bad.rule for bad in facts.bad_ops if bad.rule]
     rule = Counter(rules).most_common(1)[0][0] if rules else "module:NAME=fp32"
     ask = "" if rules else ", whose NAME halfstep.find_nonfinite(model, step) tells"
     keep = f"keep what overflows in fp32 (--policy 'lean + {rule}'{ask})"
@@ -95,17 +96,13 @@ def _advice_on_skips(facts: RunFacts) -> str:
     return f"Train in bf16 (--dtype bf16), or {keep}. Lower --lr if the loss rises too."
 
 
-def _moves(steps: Sequence[Step]) -> tuple[int, int, int]:
-    """Return how often the scale fell and rose, and the number of recorded scales."""
-    scales = [step.scale for step in steps if step.scale]
+def _late_scales(facts: RunFacts) -> tuple[list[float], int, int]:
+    """Return the scales of the second half, and how often they fell and rose."""
+    steps = _warm(facts)
+    scales = [step.scale for step in steps[len(steps) // 2 :] if step.scale]
     fell = sum(b < a for a, b in pairwise(scales))
     rose = sum(b > a for a, b in pairwise(scales))
-    return fell, rose, len(scales)
-
-
-def _second_half(facts: RunFacts) -> Sequence[Step]:
-    steps = _warm(facts)
-    return steps[len(steps) // 2 :]
+    return scales, fell, rose
 
 
 def _unscaled(facts: RunFacts) -> bool | None:
@@ -173,37 +170,29 @@ RULES: Rules[RunFacts] = Rules()
 @RULES.add("a replay of the step", needs=("probe",), severity="error")
 def bad_op(facts: RunFacts) -> Iterator[Observation]:
     """What made the first inf or NaN of a step that was replayed."""
-    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for event in facts.bad_ops:
-        key = tuple(str(event.get(k)) for k in ("module", "op", "cause", "phase"))
-        groups.setdefault(key, []).append(event)
-    for (module, op, cause, phase), events in groups.items():
-        first, count = events[0], len(events)
-        step, advice = first.get("step"), str(first.get("advice") or "")
-        if phase == "none":
-            measured = f"a replay of step {step} did not reproduce inf or NaN"
-            advice = advice or "Try again with deterministic kernels."
-            yield Observation(module, measured, advice, severity="warning")
-            continue
-        kind = f"{first.get('kind')}, " if first.get("kind") else ""
-        value = first.get("nonfinite_kind") or "inf or NaN"
-        more = {1: "", 2: ", and once more"}.get(count, f", and {count - 1} times more")
-        measured = f"{op} ({kind}{phase}) made {value} at step {step}{more}; "
-        measured += f"cause: {cause}"
-        evidence = str(first.get("evidence") or "").rstrip(".")
-        measured += f" ({evidence})" if evidence else ""
-        severity: Severity | None = None
-        if cause == "backward range" and not first.get("rule"):
+    groups: dict[tuple[str, str, str], list[BadOp]] = {}
+    for bad in facts.bad_ops:
+        groups.setdefault((bad.place, bad.cause, bad.phase), []).append(bad)
+    for same in groups.values():
+        first, count = same[0], len(same)
+        finding = first.finding()
+        times = "" if count == 1 else f", {count} times"
+        measured = f"{finding.measured} (step {first.step}{times})"
+        advice, severity = finding.advice, finding.severity
+        if first.phase == "none":
+            severity = _WARNING  # a replay was finite
+        elif first.cause == "backward range" and not first.rule:
             # A lower scale fixes it, which is normal with a dynamic scale.
             stuck, (lost, _, share) = facts.stuck_scale, _skipped(facts)
             if stuck is not None and stuck > 1:
-                advice = _advice_on_skips(facts)
+                severity, advice = "error", _advice_on_skips(facts)
             elif len(lost) >= _few_skips(facts) and share > _SKIPS:
                 severity, advice = _WARNING, _advice_on_skips(facts)
             else:
                 severity = "note"
         weight = count / max(1, len(facts.steps))
-        yield Observation(module, measured, advice, weight=weight, severity=severity)
+        where = finding.where
+        yield Observation(where, measured, advice, weight=weight, severity=severity)
 
 
 @RULES.add(
@@ -303,16 +292,14 @@ def skipped_steps(facts: RunFacts) -> Iterator[Observation]:
 )
 def scale_unsettled(facts: RunFacts) -> Iterator[Observation]:
     """Rounds of growth and back-off in 1,000 steps of the second half."""
-    steps = _second_half(facts)
-    fell, rose, count = _moves(steps)
-    rounds = min(fell, rose)
-    if rounds >= _FEW:
-        measured = f"it fell {fell} and rose {rose} times in the last {count:,} steps"
+    scales, fell, rose = _late_scales(facts)
+    if min(fell, rose) >= _FEW:
+        measured = f"it fell {fell} and rose {rose} times in the last "
+        measured += f"{len(scales):,} steps"
         advice = "Raise it less often (ScaleRule(growth_interval=2000)), tolerate "
-        advice += "overflows (hysteresis=2), or use --loss-scale measured or bf16."
-        skipped = sum(bool(step.skipped) for step in steps) / max(1, len(steps))
-        each = rounds * _WINDOW / count
-        yield Observation("loss scale", measured, advice, each, skipped)
+        advice += "overflows (hysteresis=2), or train in bf16 (--dtype bf16)."
+        share = min(fell, rose) / len(scales)
+        yield Observation("loss scale", measured, advice, _WINDOW * share, share)
 
 
 @RULES.add(
@@ -320,18 +307,15 @@ def scale_unsettled(facts: RunFacts) -> Iterator[Observation]:
 )
 def scale_falling(facts: RunFacts) -> Iterator[Observation]:
     """Powers of two that the scale fell in the second half, never rising."""
-    scales = [step.scale for step in _second_half(facts) if step.scale]
-    fell, rose, count = _moves(_second_half(facts))
+    scales, fell, rose = _late_scales(facts)
     if not scales or rose:
         return
-    down = math.log2(scales[0] / scales[-1])
-    measured = f"it fell {fell} times in the last {count:,} steps, to {scales[-1]:g}, "
-    measured += "and never rose"
+    down, share = math.log2(scales[0] / scales[-1]), fell / len(scales)
+    measured = f"it fell {fell} times in the last {len(scales):,} steps, to "
+    measured += f"{scales[-1]:g}, and never rose"
     advice = _advice_on_skips(facts)
     severity: Severity | None = "error" if scales[-1] <= 1 else None
-    yield Observation(
-        "loss scale", measured, advice, down, min(1.0, fell / count), severity
-    )
+    yield Observation("loss scale", measured, advice, down, share, severity)
 
 
 @RULES.add(

@@ -6,8 +6,7 @@ The weight of a finding is the share of the step time that it concerns.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules, percent
 from halfstep.diagnostics.profiling import Profile
@@ -75,27 +74,13 @@ def _low_and_large(facts: RunFacts) -> bool:
     return _low(facts) and not _is_small(facts)
 
 
-def _misses(
-    facts: RunFacts, lost: list[tuple[float, Row, _Size]], says: str, advice: str
-) -> Iterator[Observation]:
-    """Yield one observation for all GEMMs in `lost`, with the slowest as an example."""
-    if lost:
-        _, row, size = max(lost, key=lambda each: each[0])
-        total_seconds = sum(seconds for seconds, _, _ in lost)
-        measured = f"{size} {says}; all such take " + _of_step(facts, total_seconds)
-        share = _profile(facts).share(total_seconds)
-        yield Observation(row.name, measured, advice, share, share)
-
-
 _AMX = (16, 32, 16)
 """M, K, N of one bf16 matmul of AMX tiles (Intel's manual, chapter on AMX)."""
 _TENSOR_CORES = 8
 """16-bit values in 16 bytes, the alignment of each size that tensor cores need."""
-_Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Size:
+class _Size(NamedTuple):
     """Sizes of a batch of matmuls of (rows x summed) and (summed x columns)."""
 
     batch: int
@@ -106,22 +91,13 @@ class _Size:
     @property
     def flops(self) -> float:
         """FLOPs of the batch; a multiplication and an addition count as two."""
-        return 2.0 * self.batch * self.rows * self.summed * self.columns
+        return 2.0 * math.prod(self)
 
     @property
-    def useful(self) -> float:
-        """Share of the AMX computation that is not padding, 0 to 1."""
-        sizes = (self.rows, self.summed, self.columns)
-        padded = [
-            math.ceil(n / tile) * tile for n, tile in zip(sizes, _AMX, strict=True)
-        ]
-        return math.prod(sizes) / (math.prod(padded) or 1)
-
-    @property
-    def aligned(self) -> bool:
-        """Whether each size is a multiple of 8, as tensor cores need."""
-        sizes = self.rows, self.summed, self.columns
-        return not any(size % _TENSOR_CORES for size in sizes)
+    def padding(self) -> float:
+        """Share of the AMX computation that is padding, 0 to 1."""
+        padded = [math.ceil(n / t) * t for n, t in zip(self[1:], _AMX, strict=True)]
+        return 1 - math.prod(self[1:]) / math.prod(padded)
 
     def __str__(self) -> str:
         """Return the sizes, such as "8 x (16 x 32) (32 x 64)"."""
@@ -129,45 +105,47 @@ class _Size:
         return f"{many}({self.rows} x {self.summed}) ({self.summed} x {self.columns})"
 
 
-def _matmul(left: _Shape, right: _Shape) -> _Size | None:
+_LEFT = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1}
+"""Matmul -> index of the input that is the left factor; the right one follows."""
+_LINEAR = {"linear", "mkldnn_linear", "_linear_pointwise"}
+"""Operations whose left factor has any number of dimensions, and whose right factor is
+transposed."""
+
+
+def _size(row: Row) -> _Size | None:
+    """Return the sizes of a matmul; None of other operations."""
+    first = 0 if row.name in _LINEAR else _LEFT.get(row.name, len(row.shapes))
+    factors = row.shapes[first : first + 2]
+    if len(factors) < 2:  # noqa: PLR2004
+        return None
+    left, right = factors
+    if row.name in _LINEAR:
+        left, right = (math.prod(left[:-1]), *left[-1:]), right[::-1]
     if len(left) < 2 or len(right) != len(left) or left[-1] != right[-2]:  # noqa: PLR2004
         return None
     return _Size(math.prod(left[:-2]), left[-2], left[-1], right[-1])
 
 
-def _linear(left: _Shape, right: _Shape) -> _Size | None:
-    if not left or len(right) != 2 or left[-1] != right[1]:  # noqa: PLR2004
-        return None
-    return _Size(1, math.prod(left[:-1]), left[-1], right[0])
+def _misfits(
+    facts: RunFacts, lost: Callable[[_Size], float], says: str, advice: str
+) -> Iterator[Observation]:
+    """Yield one observation for all 16-bit GEMMs of unfit sizes, if there are any.
 
-
-_FORMS: dict[str, tuple[int, Callable[[_Shape, _Shape], _Size | None]]] = {
-    "mm": (0, _matmul),
-    "addmm": (1, _matmul),
-    "addmm_": (1, _matmul),
-    "bmm": (0, _matmul),
-    "baddbmm": (1, _matmul),
-    "linear": (0, _linear),
-    "mkldnn_linear": (0, _linear),
-    "_linear_pointwise": (0, _linear),
-}
-"""Operation -> index of the input that is the left factor; how to read the sizes."""
-
-
-def _size(row: Row) -> _Size | None:
-    """Return the sizes of a matmul; None of other operations."""
-    first, read = _FORMS.get(row.name, (0, None))
-    factors = row.shapes[first : first + 2]
-    return read(*factors) if read is not None and len(factors) > 1 else None
-
-
-def _low_products(facts: RunFacts) -> Iterator[tuple[Row, _Size]]:
-    """Yield GEMMs with 16-bit operands, or with operands of unknown dtype."""
-    for row in _profile(facts).rows:
-        size = _size(row)
-        is_low = not row.dtypes or LOW & set(row.dtypes)
-        if size is not None and size.flops and is_low:
-            yield row, size
+    `lost` returns the share of a GEMM's time that its sizes concern, 0 to 1. Operands
+    of unknown dtype count as 16 bits.
+    """
+    misfits = [
+        (lost(size) * row.self_s, row, size)
+        for row in _profile(facts).rows
+        if (size := _size(row)) and size.flops and lost(size)
+        if not row.dtypes or LOW & set(row.dtypes)
+    ]
+    if misfits:
+        _, row, size = max(misfits, key=lambda each: each[0])
+        total_seconds = sum(seconds for seconds, _, _ in misfits)
+        measured = f"{size} {says}; all such take " + _of_step(facts, total_seconds)
+        share = _profile(facts).share(total_seconds)
+        yield Observation(row.name, measured, advice, share, share)
 
 
 RULES: Rules[RunFacts] = Rules()
@@ -175,7 +153,7 @@ RULES: Rules[RunFacts] = Rules()
 
 @RULES.add(
     "machine.SLOWER; formats equally fast differ by a few per cent",
-    needs=("dtype", "rates"),
+    needs=("dtype", "machine"),
     limit=Limit(hardware.SLOWER, below=True),
     concerns=_low,
 )
@@ -183,7 +161,7 @@ def emulated(facts: RunFacts) -> Iterator[Observation]:
     """Measured rate of 16-bit matmuls over fp32's."""
     rates = facts.machine.rates if facts.machine else {}
     dtype = facts.dtype or "fp32"
-    if dtype not in rates or not rates["fp32"]:
+    if dtype not in rates or not rates.get("fp32"):
         return
     gain = rates[dtype] / rates["fp32"]
     chip = facts.machine.chip if facts.machine else ""
@@ -273,15 +251,10 @@ def fp32_matmuls(facts: RunFacts) -> Iterator[Observation]:
 def small_products(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in matmuls too small for 16 bits."""
     most = _least_flops(facts)
-    small = [
-        (row.self_s, row, size)
-        for row, size in _low_products(facts)
-        if size.flops < most
-    ]
     says = f"is {most / 1e6:.0f} million operations or less a call"
     advice = "Larger batches, or several small products as one; --level O0 if neither "
     advice += "is possible."
-    yield from _misses(facts, small, says, advice)
+    return _misfits(facts, lambda size: size.flops < most, says, advice)
 
 
 @RULES.add(
@@ -293,16 +266,11 @@ def small_products(facts: RunFacts) -> Iterator[Observation]:
 )
 def _tiles(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step that rounding sizes up to AMX tiles costs."""
-    machine_ = facts.machine
-    if machine_ is None or "AMX-BF16" not in machine_.instruction_sets:
-        return
-    lost = [
-        ((1 - size.useful) * row.self_s, row, size)
-        for row, size in _low_products(facts)
-    ]
-    lost = [each for each in lost if each[0] > 0]
-    advice = "Make hidden sizes multiples of 32, and batch x length one of 16."
-    yield from _misses(facts, lost, "does not fill tiles of 16 x 32 x 16", advice)
+    machine = facts.machine
+    if machine is not None and "AMX-BF16" in machine.instruction_sets:
+        says = "does not fill tiles of 16 x 32 x 16"
+        advice = "Make hidden sizes multiples of 32, and batch x length one of 16."
+        yield from _misfits(facts, lambda size: size.padding, says, advice)
 
 
 @RULES.add(
@@ -313,10 +281,13 @@ def _tiles(facts: RunFacts) -> Iterator[Observation]:
 )
 def sizes_and_tensor_cores(facts: RunFacts) -> Iterator[Observation]:
     """Share of a step in matmuls whose sizes are no multiples of 8."""
-    products = _low_products(facts)
-    lost = [(row.self_s, row, size) for row, size in products if not size.aligned]
+
+    def unaligned(size: _Size) -> bool:
+        return any(n % _TENSOR_CORES for n in size[1:])
+
     advice = "Pad hidden sizes, vocabulary and batch to multiples of 8, better 64."
-    yield from _misses(facts, lost, "has sizes that are no multiple of 8", advice)
+    says = "has sizes that are no multiple of 8"
+    return _misfits(facts, unaligned, says, advice)
 
 
 _CAN_FUSE = {"Adam", "AdamW"}

@@ -1,113 +1,117 @@
-"""Reads the facts of a run from its folder.
-
-A damaged file becomes a line in `RunFacts.problems` instead of an exception.
-"""
+"""Reads the facts of a run from its folder; raises `UserError` for a damaged file."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tomllib
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from halfstep.diagnostics.doctor.run_record import (
     Config,
-    Evaluation,
     LostUpdates,
     MachineFacts,
     NonFinite,
     RunFacts,
-    SplitFacts,
     Step,
 )
 from halfstep.diagnostics.profiling import Profile
 from halfstep.errors import UserError
+from halfstep.nonfinite.origin import BadOp
 from halfstep.numerics.tensor_summary import Sample, TensorSummary
-from halfstep.reporting import json_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 T = TypeVar("T")
 
 METRICS, PROFILE = "metrics.jsonl", "profile.json"
 ENVIRONMENT, SUMMARY = "environment.json", "summary.json"
-DATA = "data.json"
 SETTINGS = ("resolved.toml", "config.json")
-"""Files of settings; the first that is valid is used."""
-_READ = (METRICS, *SETTINGS, SUMMARY, PROFILE, ENVIRONMENT, DATA)
+"""Files of settings; the first that exists is used."""
+_READ = (METRICS, *SETTINGS, SUMMARY, PROFILE, ENVIRONMENT)
 _MOST_SAMPLES = 256  # events "stats" kept in memory
-_MOST_LINES = 5  # damaged lines that are listed
-_BAD_OP_TEXTS = ("phase", "op", "kind", "nonfinite_kind", "evidence", "advice", "rule")
 
 
 def read(folder: Path) -> RunFacts:
-    """Return the facts in a run's folder; raise UserError if it holds no run."""
-    try:
-        is_folder = folder.is_dir()
-        present_files = [name for name in _READ if (folder / name).exists()]
-    except OSError as error:
-        message = f"{folder} cannot be read: {error.strerror or error}."
-        raise UserError(message) from error
-    if not is_folder:
-        message = f"{folder} is not a folder; give the folder of a run (--out of train)"
-        raise UserError(message + ".")
-    if not present_files:
-        message = f"{folder} holds no run: neither {METRICS} nor any other file of one."
-        raise UserError(message)
-    reader = _Reader(folder)
-    settings = dict(next(filter(None, map(reader.mapping, SETTINGS)), {}))
-    summary, environment = map(reader.mapping, (SUMMARY, ENVIRONMENT))
-    profile = reader.parse(PROFILE, Profile.from_data)
-    splits = reader.parse(DATA, splits_of)
+    """Return the facts in a run's folder, each file of which may be missing.
+
+    Raises:
+        UserError: If the folder holds no run, or a file is damaged or unreadable.
+    """
+    with _named(folder):
+        present = [name for name in _READ if (folder / name).exists()]
+    if not present:
+        raise UserError(
+            f"{folder} holds no run: neither {METRICS} nor any other file of one; give "
+            "the folder of a run (--out of train)."
+        )
+    settings = next((name for name in SETTINGS if name in present), SETTINGS[-1])
+    config = _parse(folder / settings, Config.from_data) or Config()
     metrics = _Metrics()
-    reader.metrics(metrics)
-    for name in ("level", "dtype", "master"):
-        if name in summary:
-            settings[name] = summary[name]
-
-    def weights() -> dict[str, str]:
-        formats = json_fields.mapping(environment.get("weights") or {}, "weights")
-        return {n: json_fields.optional_text(formats, n) or "unknown" for n in formats}
-
-    def machine() -> MachineFacts | None:
-        has_it = "machine" in environment
-        return MachineFacts.from_data(environment["machine"]) if has_it else None
-
-    config = reader.try_parse("settings", lambda: Config.from_data(settings))
+    if METRICS in present:
+        metrics.read(folder / METRICS)
+    machine, weights = _parse(folder / ENVIRONMENT, _environment) or (None, {})
     return RunFacts(
         name=str(folder),
-        config=config or Config(),
+        config=replace(config, **_parse(folder / SUMMARY, _chosen) or {}),
         steps=tuple(metrics.steps),
         stats=metrics.stats(),
         non_finite=metrics.events(NonFinite),
-        bad_ops=metrics.events(dict),
+        bad_ops=metrics.events(BadOp),
         lost=metrics.events(LostUpdates),
-        profile=profile,
-        machine=reader.try_parse(ENVIRONMENT, machine),
-        weights=reader.try_parse(ENVIRONMENT, weights) or {},
-        evaluations=metrics.evaluations(),
-        splits=splits or {},
-        problems=tuple(reader.problems),
+        profile=_parse(folder / PROFILE, Profile.from_data),
+        machine=machine,
+        weights=weights,
     )
 
 
-def splits_of(data: object) -> dict[str, SplitFacts]:
-    """Return the counts in data.json, by split; raise UserError if it is damaged."""
-    splits = json_fields.mapping(data, DATA)
-    return {name: SplitFacts.from_data(splits[name]) for name in splits}
+@contextlib.contextmanager
+def _named(path: Path, line: int | None = None) -> Iterator[None]:
+    """Turn an error of reading or parsing into a `UserError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror or error}."
+        raise UserError(message) from error
+    except UserError:  # names the file, and its line
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        place = path if line is None else f"{path} line {line}"
+        message = f"{place} is damaged: {type(error).__name__}: {error}."
+        raise UserError(message) from error
 
 
-def _loads(text: bytes) -> Any:  # noqa: ANN401 -- any JSON value
-    """Parse JSON; replace lone surrogates, which UTF-8 cannot encode."""
-    value = json.loads(text)
-    if b"\\ud" in text.lower():
-        value = json.loads(
-            json.dumps(value, ensure_ascii=False).encode(errors="replace")
-        )
-    return value
+def _parse(path: Path, make: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return what `make` makes of a JSON or TOML file; None if there is none."""
+    parse = tomllib.loads if path.suffix == ".toml" else json.loads
+    with _named(path):
+        return make(parse(path.read_text("utf-8"))) if path.exists() else None
+
+
+def _environment(
+    data: dict[str, Any],
+) -> tuple[MachineFacts | None, dict[str, str]]:
+    machine = data.get("machine")
+    weights = {name: str(word) for name, word in data.get("weights", {}).items()}
+    return None if machine is None else MachineFacts.from_data(machine), weights
+
+
+def _chosen(summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a run has chosen where they were "auto"."""
+    names = ("level", "dtype", "master")
+    return {name: str(summary[name]) for name in names if name in summary}
+
+
+class _Event(NamedTuple):
+    """An event, and the number of step records before it."""
+
+    step: int
+    num_records: int
+    value: Any
 
 
 class _Metrics:
@@ -119,78 +123,77 @@ class _Metrics:
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.void = 0
-        """Number of removed step records."""
-        self._events: list[tuple[int, object]] = []
-        self._samples: list[tuple[int, dict[str, Sample]]] = []
-        self._num_before_step = (0, 0)
-        """Lengths of both at the last step record; later ones may be of the next."""
-        self._seen = 0
+        self._num_records = 0
+        self._events: list[_Event] = []
+        self._stats: list[_Event] = []
+        """Samples by tensor, of every `_stride`-th event."""
+        self._num_stats = 0
         self._stride = 1
 
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Add the record of one line; raise UserError if it is damaged."""
-        event = json_fields.optional_text(record, "event")
-        step = json_fields.integer(record, "step")
-        if event is None:
-            self._take_step(Step.from_data(record))
-        elif event == "stats":
-            self._take_stats(step, record)
-        elif event == "non_finite":
-            self._note(step, NonFinite(step, json_fields.texts(record, "where")))
-        elif event == "bad_op":
-            for key in _BAD_OP_TEXTS:
-                json_fields.optional_text(record, key)
-            for key in ("module", "cause"):
-                json_fields.text(record, key)
-            self._note(step, dict(record))
-        elif event == "eval":
-            self._note(step, Evaluation.from_data(record))
-        elif event == "lost_updates":
-            groups = json_fields.items(record.get("groups"), "groups")
-            for lost in [LostUpdates.from_data(step, group) for group in groups]:
-                self._note(step, lost)
+    def read(self, path: Path) -> None:
+        """Add the records of a file; a torn last line is still being written."""
+        with _named(path), path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                with _named(path, number):
+                    try:
+                        record = json.loads(line)
+                    except ValueError:
+                        if line.endswith(b"\n"):
+                            raise
+                        return
+                    self._add(record)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        step, kind = int(record["step"]), record.get("event")
+        if kind is None:
+            self._add_step(Step.from_data(record))
+        elif kind == "stats":
+            self._add_stats(step, record)
+        elif kind == "non_finite":
+            self._note(step, NonFinite(step, tuple(map(str, record["where"]))))
+        elif kind == "bad_op":
+            self._note(step, BadOp.from_data(record))
+        elif kind == "lost_updates":
+            for group in record["groups"]:
+                share = float(group["share"])
+                self._note(step, LostUpdates(step, int(group["group"]), share))
 
     def _note(self, step: int, value: object) -> None:
-        self._events.append((step, value))
+        self._events.append(_Event(step, self._num_records, value))
 
-    def _take_step(self, step: Step) -> None:
+    def _add_step(self, step: Step) -> None:
         # Equal numbers: two processes write to the file; their events are kept.
         if self.steps and step.step < self.steps[-1].step:
-            _void(self._events, self._num_before_step[0], step.step)
-            _void(self._samples, self._num_before_step[1], step.step)
+            self._events = self._before(step, self._events)
+            self._stats = self._before(step, self._stats)
         while self.steps and self.steps[-1].step >= step.step:
             self.steps.pop()
-            self.void += 1
         self.steps.append(step)
-        self._num_before_step = len(self._events), len(self._samples)
+        self._num_records += 1
+
+    def _before(self, step: Step, events: list[_Event]) -> list[_Event]:
+        """Return the events of earlier steps, and those since the last record."""
+        now = self._num_records  # such an event may be of this step
+        return [e for e in events if e.step < step.step or e.num_records == now]
+
+    def _add_stats(self, step: int, record: dict[str, Any]) -> None:
+        """Add every n-th event, with n doubled as needed to limit memory."""
+        self._num_stats += 1
+        if (self._num_stats - 1) % self._stride:
+            return
+        scale = float(record.get("scale") or 0.0)
+        samples = {
+            name: Sample(step, TensorSummary.from_data(tensor), scale)
+            for name, tensor in record["tensors"].items()
+        }
+        self._stats.append(_Event(step, self._num_records, samples))
+        if len(self._stats) > _MOST_SAMPLES:
+            self._stride *= 2
+            del self._stats[1::2]
 
     def events(self, kind: type[T]) -> tuple[T, ...]:
         """Return the events of one type."""
-        return tuple(value for _, value in self._events if isinstance(value, kind))
-
-    def evaluations(self) -> tuple[Evaluation, ...]:
-        """Return the last evaluation of each step."""
-        by_step = {each.step: each for each in self.events(Evaluation)}
-        return tuple(by_step[step] for step in sorted(by_step))
-
-    def _take_stats(self, step: int, record: Mapping[str, Any]) -> None:
-        """Add every n-th event, with n doubled as needed to limit memory."""
-        self._seen += 1
-        if (self._seen - 1) % self._stride:
-            return
-        tensors = json_fields.mapping(record.get("tensors"), "tensors")
-        scale = json_fields.loss_scale(record, "scale") or 0.0
-        samples = {
-            name: Sample(step, TensorSummary.from_data(tensors[name]), scale)
-            for name in tensors
-        }
-        self._samples.append((step, samples))
-        if len(self._samples) > _MOST_SAMPLES:
-            self._stride *= 2
-            del self._samples[1::2]
-            num_events, num_samples = self._num_before_step
-            self._num_before_step = num_events, (num_samples + 1) // 2
+        return tuple(e.value for e in self._events if isinstance(e.value, kind))
 
     def stats(self) -> dict[str, tuple[Sample, ...]]:
         """Return the samples of each tensor, gradients with their loss scale.
@@ -199,84 +202,9 @@ class _Metrics:
         """
         scales = {step.step: step.scale for step in self.steps if step.scale}
         per_tensor: dict[str, list[Sample]] = defaultdict(list)
-        for step, samples in self._samples:
+        for step, _, samples in self._stats:
             for name, each in samples.items():
                 is_grad = name.endswith(":grad")
-                scale = (each.scale or scales.get(step) or 1.0) if is_grad else 1.0
+                scale = (each.scale or scales.get(step, 1.0)) if is_grad else 1.0
                 per_tensor[name].append(replace(each, scale=scale))
         return {name: tuple(samples) for name, samples in per_tensor.items()}
-
-
-def _void(entries: list[tuple[int, T]], num_before_step: int, first: int) -> None:
-    """Remove, from the first `num_before_step`, entries of step `first` or later."""
-    before = entries[:num_before_step]
-    entries[:num_before_step] = [entry for entry in before if entry[0] < first]
-
-
-class _Reader:
-    """Reads the files of a folder and collects their problems."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.problems: list[str] = []
-
-    def try_parse(self, name: str, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`; if it fails, add a problem and return None."""
-        try:
-            return make()
-        except UserError as error:
-            self.problems.append(f"{name} is damaged: {error}")
-        except OSError as error:
-            self.problems.append(f"{name} cannot be read: {error.strerror or error}.")
-        except (ValueError, RecursionError):
-            kind = "TOML" if name.endswith(".toml") else "JSON"
-            self.problems.append(f"{name} is damaged: it is not valid {kind}.")
-        return None
-
-    def parse(self, name: str, make: Callable[[object], T]) -> T | None:
-        """Parse a JSON or TOML file with `make`; None if it is missing or damaged."""
-        path = self.folder / name
-
-        def load() -> T:
-            content = path.read_bytes()
-            if path.suffix != ".toml":
-                return make(_loads(content))
-            if settings := tomllib.loads(content.decode()):
-                return make(settings)
-            raise ValueError  # a run writes settings: the file was cut off
-
-        return self.try_parse(name, load) if path.exists() else None
-
-    def mapping(self, name: str) -> Mapping[str, Any]:
-        """Return the object in a file; empty if it is missing or damaged."""
-        return self.parse(name, lambda data: json_fields.mapping(data, name)) or {}
-
-    def metrics(self, metrics: _Metrics) -> None:
-        """Add all valid lines of metrics.jsonl to `metrics`."""
-        if not (self.folder / METRICS).exists():
-            self.problems.append(f"{METRICS} is missing: nothing is known of the steps")
-            return
-
-        def take() -> int:
-            damaged = 0
-            with (self.folder / METRICS).open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    try:
-                        if line.strip():
-                            metrics.take(json_fields.mapping(_loads(line), "the line"))
-                    except (UserError, ValueError, RecursionError) as error:
-                        damaged += 1
-                        if damaged <= _MOST_LINES:
-                            why = error if isinstance(error, UserError) else "not JSON."
-                            self.problems.append(f"{METRICS} line {number}: {why}")
-            return damaged
-
-        damaged = self.try_parse(METRICS, take) or 0
-        if damaged > _MOST_LINES:
-            rest = damaged - _MOST_LINES
-            self.problems.append(f"{METRICS}: {rest:,} more damaged lines.")
-        if metrics.void:
-            text = f"{metrics.void:,} record{'s' * (metrics.void != 1)} of steps that"
-            self.problems.append(
-                f"{METRICS}: {text} come again or out of order; the later ones count."
-            )

@@ -1,7 +1,4 @@
-"""Holds the facts of a run: settings, steps, statistics, profile, machine.
-
-Each `from_data` raises `UserError` for a value of the wrong type.
-"""
+"""Holds the facts of a run: settings, steps, statistics, profile, machine."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ import torch
 
 from halfstep.machine import hardware
 from halfstep.numerics import formats
-from halfstep.reporting import json_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -22,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from halfstep.diagnostics.profiling import Profile
+    from halfstep.nonfinite.origin import BadOp
     from halfstep.numerics.tensor_summary import Sample
 
 
@@ -36,27 +33,31 @@ class Step:
     scale: float | None = None
     skipped: bool | None = None
     found_inf_in: tuple[str, ...] = ()
-    grad_norm: float | None = None
     input_s: float | None = None
     total_s: float | None = None
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Step:
         """Return the step recorded in a line of metrics.jsonl."""
-        parts = json_fields.mapping(data.get("seconds") or {}, "seconds")
-        spent = [json_fields.real(value, name) for name, value in parts.items()]
-        scale = json_fields.number(data, "scale")
+        seconds = {k: float(v) for k, v in (data.get("seconds") or {}).items()}
+        skipped = data.get("skipped")
         return cls(
-            json_fields.integer(data, "step"),
-            json_fields.number(data, "loss"),
-            json_fields.number(data, "lr"),
-            scale if scale is not None and json_fields.is_scale(scale) else None,
-            json_fields.optional_bool(data, "skipped"),
-            json_fields.texts(data, "found_inf_in"),
-            json_fields.number(data, "grad_norm"),
-            json_fields.non_negative(parts, "input") if "input" in parts else None,
-            _positive(sum(spent)),
+            int(data["step"]),
+            _number(data, "loss"),
+            _number(data, "lr"),
+            _positive(_number(data, "scale")),
+            None if skipped is None else bool(skipped),
+            tuple(map(str, data.get("found_inf_in") or ())),
+            seconds.get("input"),
+            _positive(sum(seconds.values())),
         )
+
+
+def _number(data: Mapping[str, Any], key: str) -> float | None:
+    """Return the number at a key: NaN for null, None if the key is missing."""
+    if key not in data:
+        return None
+    return math.nan if data[key] is None else float(data[key])
 
 
 def _positive(value: float | None) -> float | None:
@@ -78,8 +79,6 @@ class Config:
     device: str | None = None
     """"cpu" or "cuda"."""
     accumulate: int | None = None
-    clip: float | None = None
-    """Norm to which gradients are clipped."""
     probe: str | None = None
     """"off", or the mode of the probe."""
 
@@ -87,12 +86,9 @@ class Config:
     def from_data(cls, data: Mapping[str, Any]) -> Config:
         """Return the config of settings by name; "auto" is unknown."""
         names = ("level", "dtype", "master", "loss_scale", "device", "probe")
-        words = {name: json_fields.optional_text(data, name) for name in names}
-        values = {name: value for name, value in words.items() if value != "auto"}
-        least = json_fields.integer(data, "accumulate", 0) or None
-        return cls(
-            **values, accumulate=least, clip=_positive(json_fields.number(data, "clip"))
-        )
+        words = {name: str(data[name]) for name in names if data.get(name) is not None}
+        known = {name: word for name, word in words.items() if word != "auto"}
+        return cls(**known, accumulate=int(data.get("accumulate") or 0) or None)
 
     @property
     def fixed_scale(self) -> float | None:
@@ -101,59 +97,6 @@ class Config:
             return _positive(float(self.loss_scale or ""))
         except ValueError:
             return None
-
-
-@dataclass(frozen=True)
-class ClassCount:
-    """Counts of a class, or of an entity type, on the dev split."""
-
-    label: str
-    true: int
-    predicted: int
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The results of one evaluation on the dev split."""
-
-    step: int
-    loss: float | None = None
-    classes: tuple[ClassCount, ...] = ()
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Evaluation:
-        """Return the evaluation recorded in an event "eval"."""
-        counts = json_fields.mapping(data.get("classes") or {}, "classes")
-        classes = []
-        for label in counts:
-            count = json_fields.mapping(counts[label], label)
-            pair = (json_fields.integer(count, key) for key in ("true", "predicted"))
-            classes.append(ClassCount(label, *pair))
-        return cls(
-            json_fields.integer(data, "step"),
-            json_fields.number(data, "dev_loss"),
-            tuple(classes),
-        )
-
-
-@dataclass(frozen=True)
-class SplitFacts:
-    """Counts of repeated texts in a split."""
-
-    texts: int
-    repeated: int
-    """Texts equal to an earlier text of the split, label included."""
-    contradicting: int
-    """Texts that are also in the split with another label or other entities."""
-    in_train: int
-    """Texts that are also in train; 0 for train itself."""
-
-    @classmethod
-    def from_data(cls, data: object) -> SplitFacts:
-        """Return the counts that `train.data_checks.count_repeats` returned."""
-        fields = json_fields.mapping(data, "a split")
-        names = ("texts", "repeated", "contradicting", "in_train")
-        return cls(*(json_fields.integer(fields, name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -169,15 +112,13 @@ class MachineFacts:
     """Whether torch may accumulate fp16 matmuls in fp16."""
 
     @classmethod
-    def from_data(cls, data: object) -> MachineFacts:
+    def from_data(cls, data: Mapping[str, Any]) -> MachineFacts:
         """Return the facts that `machine_data` returned."""
-        fields = json_fields.mapping(data, "machine")
-        rates = json_fields.mapping(fields.get("rates") or {}, "rates")
         return cls(
-            json_fields.optional_text(fields, "chip") or "",
-            json_fields.texts(fields, "instruction_sets"),
-            {name: json_fields.non_negative(rates, name) for name in rates},
-            json_fields.optional_bool(fields, "fp16_accumulation"),
+            str(data["chip"]),
+            tuple(map(str, data["instruction_sets"])),
+            {name: float(rate) for name, rate in data["rates"].items()},
+            bool(data["fp16_accumulation"]),
         )
 
 
@@ -189,13 +130,8 @@ class LostUpdates:
     group: int
     share: float
     """Lost share of the updates, 0 to 1."""
-
-    @classmethod
-    def from_data(cls, step: int, data: object) -> LostUpdates:
-        """Return the record of a group in an event "lost_updates"."""
-        group = json_fields.mapping(data, "groups")
-        share = json_fields.fraction(group, "share")
-        return cls(step, json_fields.integer(group, "group"), share)
+    optimizer: str = ""
+    """Type and learning rate where known."""
 
 
 @dataclass(frozen=True)
@@ -217,18 +153,12 @@ class RunFacts:
     """Tensor name of the probe, ending in ":output" or ":grad" -> its samples in the
     order of the run."""
     non_finite: tuple[NonFinite, ...] = ()
-    bad_ops: tuple[Mapping[str, Any], ...] = ()
-    """Each as `BadOp.data()` returns it, with "step"."""
+    bad_ops: tuple[BadOp, ...] = ()
     lost: tuple[LostUpdates, ...] = ()
     profile: Profile | None = None
     machine: MachineFacts | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
     """Parameter -> its format, such as "bf16", before the level was applied."""
-    evaluations: tuple[Evaluation, ...] = ()
-    splits: Mapping[str, SplitFacts] = field(default_factory=dict)
-    """Split ("train", "dev" or "test") -> its counts, if counted."""
-    problems: tuple[str, ...] = ()
-    """One line for each file or record that could not be read."""
 
     @property
     def scale(self) -> float:

@@ -40,12 +40,6 @@ def counted(examination: Examination) -> str:
     return ", ".join(parts) or f"nothing found by the {rules}"
 
 
-def not_evaluated_lines(examination: Examination) -> list[str]:
-    """Return one line for each reason why rules were not evaluated."""
-    missing = examination.not_evaluated
-    return [f"{why}: {', '.join(rules)}" for why, rules in missing.items()]
-
-
 def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
     """Return the report, findings worst first, wrapped to `width` columns."""
     parts = [wrap(f"{facts.name}: {lead(facts, examination)}", width)]
@@ -56,12 +50,10 @@ def text(facts: RunFacts, examination: Examination, width: int = WIDTH) -> str:
             if value:
                 lines += _hung(f"  {name:<{_LABEL - 2}}", value, width)
         parts.append(lines)
-    for title, points in (
-        ("Not checked:", not_evaluated_lines(examination)),
-        ("Could not be read:", facts.problems),
-    ):
-        lines = [line for each in points for line in _hung("  - ", each, width)]
-        parts += [[title, *lines]] if points else []
+    missing = examination.not_evaluated
+    points = [f"{why}: {', '.join(rules)}" for why, rules in missing.items()]
+    lines = [line for each in points for line in _hung("  - ", each, width)]
+    parts += [["Not checked:", *lines]] if points else []
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
@@ -81,5 +73,4 @@ def data(facts: RunFacts, examination: Examination) -> dict[str, Any]:
             {"why": why, "rules": list(rules)}
             for why, rules in examination.not_evaluated.items()
         ],
-        "problems": list(facts.problems),
     }

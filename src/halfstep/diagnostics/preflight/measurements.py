@@ -115,9 +115,6 @@ class Facts:
     """Rules added because of it, with which a pass was finite."""
     output_error: OutputError | None = None
     """The first module with a wrong output for correct inputs, under these rules."""
-    hidden_overflow: BadOp | None = None
-    """The first overflow, even if it leaves no inf; searched if an output or the loss
-    is wrong."""
     default_scale: float = 1.0
     default_finite: bool = True
     """Whether gradients are finite at the default scale."""

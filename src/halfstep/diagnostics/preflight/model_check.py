@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from halfstep._torch.rng_state import RandomState
+from halfstep.diagnostics.doctor.rules_precision import MOST_FLUSHED
 from halfstep.diagnostics.preflight.measurements import (
     Cost,
     Facts,
@@ -22,10 +23,8 @@ from halfstep.diagnostics.preflight.measurements import (
 from halfstep.diagnostics.preflight.model_copy import ModelCopy
 from halfstep.diagnostics.preflight.report import CheckReport
 from halfstep.diagnostics.preflight.rules import (
-    FLUSH_WARN,
     findings,
     is_decided,
-    is_loss_far,
     verdict,
 )
 from halfstep.diagnostics.preflight.scale_search import (
@@ -278,9 +277,6 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     facts.scale = used.scale
     _compare(facts, search, used)
     facts.output_error = search.output_error(low_copy, trial.policy)
-    if scaled and (facts.output_error is not None or is_loss_far(facts)):
-        batch = search.batches[0]
-        facts.hidden_overflow = low_copy.find_overflow(search.loss_fn, batch)
     if steps and low_copy.emulates_fp16:
         search.notes.append(NOT_TIMED)
     elif steps:
@@ -296,7 +292,7 @@ def _used(facts: Facts, trial: ScaleTrial) -> Pass | None:
     if trial.finite:
         lost = facts.curve[0].flushed if facts.curve else 0.0
         higher = trial.safe is not None and trial.safe > facts.default_scale
-        if not (higher and lost > FLUSH_WARN):
+        if not (higher and lost > MOST_FLUSHED):
             return trial.passes[0]
     return trial.at_safe
 

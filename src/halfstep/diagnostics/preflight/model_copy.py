@@ -207,12 +207,6 @@ class ModelCopy:
             self._loss(loss_fn, batch)
         return calls
 
-    def find_overflow(self, loss_fn: LossFn, batch: object) -> BadOp | None:
-        """Return the first operation that overflows its dtype, even if hidden."""
-        self.begin(1.0)
-        with self._products():
-            return find_overflow(self.model, partial(self._loss, loss_fn, batch), 1.0)
-
     def find_nonfinite(
         self, loss_fn: LossFn, batch: object, scale: float
     ) -> BadOp | None:
@@ -317,11 +311,6 @@ def _copied(
             f"{type(model).__name__} cannot be copied, and check works on copies: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error
-    if not all(param.is_leaf for param in model_copy.parameters()):
-        raise UserError(
-            f"a copy of {type(model).__name__} has no weights of its own, and check "
-            "works on copies: give the model as it was before torch.jit."
-        )
     if stepper is None:
         learning = [param for param in model_copy.parameters() if param.requires_grad]
         fused = all(param.is_floating_point() for param in learning)

@@ -6,6 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from halfstep.diagnostics.doctor.rule import OURS, Limit, Observation, Rules
+from halfstep.diagnostics.doctor.rules_precision import MOST_FLUSHED, swamped_updates
+from halfstep.diagnostics.doctor.run_record import Config, LostUpdates, RunFacts
 from halfstep.diagnostics.preflight.measurements import FAR
 from halfstep.numerics.formats import FP32
 from halfstep.reporting.finding import Finding, Severity
@@ -14,10 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from halfstep.diagnostics.preflight.measurements import Facts, GradientSimilarity
-
-FLUSH_WARN = 0.01
-"""Largest share of gradients flushed to zero. Our choice: in the mixed-precision paper,
-master weights were needed at 5 %, training diverged at 31 %, and 0.1 % did no harm."""
 
 COSINE_WARN = 0.99
 """Smallest cosine to fp32's gradients that is not reported. Our choice: a relative
@@ -33,9 +31,6 @@ of a key's bias in attention is zero, so its computed value is only rounding err
 
 LOSS_WARN = 0.01
 """Relative difference of the loss. Our choice; bf16 rounds by 0.4 % at most."""
-
-LOST_WARN, LOST_ALARM = 0.05, 0.5
-"""Shares of the updates lost to rounding: the doctor's limits."""
 
 WORTH_TIME, WORTH_MEMORY = 1.05, 0.1
 """Speed-up, and saved share of the memory, from which a level is worth it. Our choice:
@@ -65,6 +60,12 @@ RULES: Rules[Facts] = Rules()
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """Return the findings of all rules, notes and cautions, worst first."""
     results = [finding for rule in RULES for finding in rule.evaluate(facts)]
+    if facts.lost is not None:
+        run = RunFacts(
+            config=Config(facts.level, facts.dtype),
+            lost=(LostUpdates(1, 0, facts.lost, facts.optimizer),),
+        )
+        results += swamped_updates.evaluate(run)
     results += [_note(facts, note, "note") for note in facts.notes]
     results += [_note(facts, caution, "warning") for caution in facts.cautions]
     return tuple(sorted(results, key=lambda one: one.rank))
@@ -231,7 +232,7 @@ def _how(scale: float) -> str:
 
 
 @RULES.add(
-    "our choice, after Micikevicius et al. 2018", limit=Limit(FLUSH_WARN, "{:.0%}")
+    "our choice, after Micikevicius et al. 2018", limit=Limit(MOST_FLUSHED, "{:.0%}")
 )
 def underflow(facts: Facts) -> Iterator[Observation]:
     """Share of fp32's gradients that become zero at the default loss scale."""
@@ -285,11 +286,6 @@ def loss(facts: Facts) -> Iterator[Observation]:
         yield Observation("loss", measured, advice, abs(error), abs(error))
 
 
-def is_loss_far(facts: Facts) -> bool:
-    """Return whether the loss is too far from fp32's."""
-    return facts.loss_error is not None and abs(facts.loss_error) > LOSS_WARN
-
-
 @RULES.add(OURS, limit=Limit(FAR, "{:.0%}"), severity="error")
 def output(facts: Facts) -> Iterator[Observation]:
     """Relative error of a module's output, where its inputs agree with fp32's."""
@@ -303,19 +299,6 @@ def output(facts: Facts) -> Iterator[Observation]:
     if error.rule:
         advice = f"Keep it in float32: policy='{facts.policy} + {error.rule}'."
     yield Observation(place, measured, advice, error.error, 1.0)
-
-
-@RULES.add("the format", name="hidden overflow")
-def hidden_overflow(facts: Facts) -> Iterator[Observation]:
-    """An inf that a later operation turns into a finite number."""
-    bad = facts.hidden_overflow
-    if bad is None:
-        return
-    advice = f"Keep it in float32: policy='{facts.policy} + {bad.rule}'."
-    if not bad.rule:
-        advice = "Compute it in float32, or train in bf16."
-    limit = _format_limit(facts)
-    yield Observation(bad.place, bad.evidence, advice, None, 1.0, "error", limit)
 
 
 @RULES.add(severity="error", name="caution")
@@ -333,27 +316,6 @@ def weights(facts: Facts) -> Iterator[Observation]:
         measured = "weights of the copy are inf or NaN after the timed steps"
         advice = "Use level O2, whose optimizer works in fp32, or lower the learning "
         yield Observation(facts.words, measured, advice + "rate.", weight=1.0)
-
-
-@RULES.add(limit=Limit(LOST_WARN, "{:.0%}", severe=LOST_ALARM))
-def swamped_updates(facts: Facts) -> Iterator[Observation]:
-    """Share of the updates of one step lost to rounding."""
-    if facts.lost is None:
-        return
-    advice = "Keep fp32 master weights: level='O2', master='fp32'."
-    if facts.dtype == "bf16":
-        advice = (
-            "Keep master weights: level='O2' with master='split' (exact, 16 bits a "
-            "weight), 'kahan' (as lean, bf16 moments too) or 'stochastic' (nothing "
-            "kept, right on average)."
-        )
-    measured = f"{facts.lost:.0%} of the updates of one step were rounded away: those "
-    measured += f"weights in {facts.dtype} did not move"
-    bits = facts.format.mantissa_bits
-    source = f"our choice; {facts.dtype} loses updates below 2**{-bits - 2} to "
-    source += f"2**{-bits - 1} of the weight"
-    where, lost = facts.optimizer, facts.lost
-    yield Observation(where, measured, advice, lost, lost, source=source)
 
 
 @RULES.add(OURS, name="cost")

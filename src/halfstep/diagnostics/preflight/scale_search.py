@@ -16,7 +16,7 @@ from halfstep.diagnostics.preflight.measurements import (
     compare_gradients,
     output_errors,
 )
-from halfstep.diagnostics.preflight.rules import COSINE_WARN
+from halfstep.diagnostics.preflight.rules import COSINE_WARN, LOSS_WARN
 from halfstep.errors import UserError
 from halfstep.machine.recommendation import Choice
 from halfstep.numerics.exponents import largest_safe_scale
@@ -48,8 +48,7 @@ _WIDENED = (
     "this CPU has none, and fp16 matmuls on it are many times slower"
 )
 NOT_TIMED = "no steps were timed: fp16 is slow on this CPU, which has no fp16 matmuls"
-_MAX_ERROR_CHARS = 200  # of an error message of the level
-_MAX_ERROR_WORDS = 15  # of one in fp32
+_MAX_ERROR_CHARS = 200
 
 
 @dataclass(frozen=True)
@@ -121,15 +120,11 @@ class ScaleSearch:
         return lambda model, batch: loss_fn(model, map_tensors(batch, _copied))
 
     def _reference(self, number: int) -> Pass:
-        batch = self.batches[number]
         try:
             return self._pass(self.fp32_copy, number, 1.0)
         except UserError:
             raise
         except Exception as error:
-            message = _misplaced(self.fp32_copy.model, batch)
-            if message:
-                raise UserError(message) from error
             called = f"loss_fn(model, {self.name_of(number)})"
             raise fp32_error(called, error, _FIX_ADVICE) from error
 
@@ -282,7 +277,7 @@ class ScaleSearch:
         enough = trial.finite or (trial.safe is not None and trial.safe >= 1)
         harm = not (enough and all(math.isfinite(one.loss) for one in trial.passes))
         # fp16 only: values that overflow bf16 overflow fp32 too.
-        harm = harm or (self._scaled and self._gradients_differ(trial))
+        harm = harm or (self._scaled and self._differs(trial))
         if trial.finite and not harm:
             return None, False
         for one, batch in zip(trial.passes, self.batches, strict=True):
@@ -291,13 +286,13 @@ class ScaleSearch:
                 return bad, harm and not bad.normal
         return None, False
 
-    def _gradients_differ(self, trial: ScaleTrial) -> bool:
-        """Return whether gradients are far from fp32's, or not finite at any scale."""
+    def _differs(self, trial: ScaleTrial) -> bool:
+        """Return whether loss or gradients are far from fp32's, or not finite."""
         used = trial.passes[0] if trial.finite else trial.at_safe
-        if used is None:
+        right = self.fp32_passes[0]
+        if used is None or abs(used.loss - right.loss) > LOSS_WARN * abs(right.loss):
             return True
-        right = self.fp32_passes[0].gradients
-        overall, _ = compare_gradients(right, used.gradients, lambda _: "")
+        overall, _ = compare_gradients(right.gradients, used.gradients, lambda _: "")
         return not overall.cosine >= COSINE_WARN  # NaN is none
 
 
@@ -320,21 +315,8 @@ def line_of(error: Exception) -> str:
 
 def fp32_error(what: str, error: Exception, advice: str) -> UserError:
     """Return a `UserError` for an error that a call raised in fp32."""
-    words = " ".join(str(error).split()[:_MAX_ERROR_WORDS]) or "without a word"
-    message = f"{what} raised {type(error).__name__} in fp32: {words}. {advice}"
-    return UserError(message)
-
-
-def _misplaced(model: nn.Module, batch: object) -> str:
-    """Return an error message if batch and model are on different devices, or ""."""
-    home = next(model.parameters()).device
-    for tensor in tensors_in(batch):
-        if tensor.device != home:
-            return (
-                f"the batch holds a tensor on {tensor.device}, the model is on {home}: "
-                f"move it, as in batch.to({str(home)!r})."
-            )
-    return ""
+    kind = type(error).__name__
+    return UserError(f"{what} raised {kind} in fp32: {line_of(error)}. {advice}")
 
 
 def halves(batch: Any) -> tuple[Any, Any] | None:  # noqa: ANN401

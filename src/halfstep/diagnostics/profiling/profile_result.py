@@ -1,20 +1,15 @@
-"""Holds the profile of a training step as plain values.
-
-Each `from_data` raises `UserError` for data that `Profile.data` does not return.
-"""
+"""Holds the profile of a training step as plain values."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any
 
-from halfstep.reporting import json_fields
 from halfstep.reporting.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from halfstep.reporting.table import Cell
 
@@ -70,22 +65,11 @@ class Row:
         return ", ".join(words)
 
     @classmethod
-    def from_data(cls, data: object) -> Row:
+    def from_data(cls, data: Mapping[str, Any]) -> Row:
         """Return the row from the plain values of `Profile.data`."""
-        fields = json_fields.mapping(data, "rows")
-        shapes = json_fields.items(fields.get("shapes") or [], "shapes")
-
-        def sizes(shape: object) -> tuple[int, ...]:
-            given = json_fields.items(shape, "shapes")
-            return tuple(json_fields.integer({"shapes": n}, "shapes") for n in given)
-
-        return cls(
-            json_fields.optional_text(fields, "op") or "unknown",
-            tuple(map(sizes, shapes)),
-            json_fields.texts(fields, "dtypes"),
-            int(json_fields.non_negative(fields, "calls")),
-            json_fields.non_negative(fields, "self_s"),
-        )
+        shapes = tuple(tuple(map(int, shape)) for shape in data["shapes"])
+        calls, seconds = int(data["calls"]), float(data["self_s"])
+        return cls(str(data["op"]), shapes, tuple(data["dtypes"]), calls, seconds)
 
 
 @dataclass(frozen=True)
@@ -137,23 +121,20 @@ class Profile:
         """Return plain values for `json.dumps`."""
         return asdict(self)
 
-    def parts(self) -> dict[str, float]:
-        """Return the seconds of each part of a step; other operations are left out."""
-        return {
+    def table(self, most: int = 8) -> Table:
+        """Return the profile as a table, with the `most` longest operations."""
+        parts = {
             "data loading": self.input_s,
             "outside operations": self.python_s,
             "matrix products": self.gemm_s,
             "casts": self.casts_s,
             "fp32 in a 16-bit run": self.fp32_only_s,
             "optimizer": self.update_s,
+            "waits": self.wait_s,
         }
-
-    def table(self, most: int = 8) -> Table:
-        """Return the profile as a table, with the `most` longest operations."""
-        names = self.parts() | {"waits": self.wait_s}
         rows: list[tuple[Cell, ...]] = [
             (name, "-", None, 1000 * spent, 100 * self.share(spent))
-            for name, spent in names.items()
+            for name, spent in parts.items()
         ]
         for row in self.rows[:most]:
             share = 100 * self.share(row.self_s)
@@ -167,16 +148,7 @@ class Profile:
         return Table("Where the time goes", columns, tuple(rows), (note,))
 
     @classmethod
-    def from_data(cls, data: object) -> Profile:
+    def from_data(cls, data: Mapping[str, Any]) -> Profile:
         """Return the profile from the plain values of `data()`."""
-        fields = json_fields.mapping(data, "profile")
-        rows = json_fields.items(fields.get("rows") or [], "rows")
-        values: dict[str, Any] = {
-            each.name: json_fields.non_negative(fields, each.name)
-            for each in dataclass_fields(cls)
-            if each.name.endswith("_s")
-        }
-        for name in ("device", "level", "dtype", "optimizer"):
-            values[name] = json_fields.optional_text(fields, name)
-        values["waits"] = int(json_fields.non_negative(fields, "waits"))
-        return cls(rows=tuple(map(Row.from_data, rows)), **values)
+        spent = {name: float(data[name]) for name in data if name.endswith("_s")}
+        return cls(**{**data, **spent, "rows": tuple(map(Row.from_data, data["rows"]))})

@@ -161,9 +161,8 @@ def read(events: Sequence[Any], region: str, cost: float = 0.0) -> list[Timeline
     for event in on_host:
         threads[event.start_thread_id()].append(event)
     for thread in threads.values():
-        reader = _Thread(steps, kernels if on_device else None, cost)
-        for event in sorted(thread, key=lambda each: (each.start_ns(), -each.end_ns())):
-            reader.take(event)
+        thread.sort(key=lambda each: (each.start_ns(), -each.end_ns()))
+        _assign(thread, steps, kernels if on_device else None, cost)
     for step in steps:
         step.finish()
     return steps
@@ -185,55 +184,54 @@ class _Open:
     op: Op | None = None
 
 
-class _Thread:
-    """Assigns the nested events of one thread to the steps."""
+def _assign(
+    events: Iterable[Any],
+    steps: Sequence[Timeline],
+    kernels: dict[int, int] | None,
+    cost: float,
+) -> None:
+    """Assign the nested events of one thread, in the order of begin times, to steps."""
+    stack: list[_Open] = []
+    waits = _READS if kernels is None else _WAITS
 
-    def __init__(
-        self, steps: Sequence[Timeline], kernels: dict[int, int] | None, cost: float
-    ) -> None:
-        self._cost = cost
-        self._steps = steps
-        self._kernels = kernels
-        self._stack: list[_Open] = []
+    def charge(spent: float) -> None:
+        """Subtract time of the host from the innermost open operation."""
+        caller = next((each.op for each in reversed(stack) if each.op), None)
+        if caller is not None and kernels is None:
+            caller.own -= spent
 
-    def take(self, event: Any) -> None:  # noqa: ANN401 -- torch's own class
-        """Add the next event, in the order of begin times."""
+    for event in events:
         begin, end, name = event.start_ns(), event.end_ns(), event.name()
-        while self._stack and self._stack[-1].end <= begin:
-            self._stack.pop()
-        step = _step_at(self._steps, begin)
+        while stack and stack[-1].end <= begin:
+            stack.pop()
+        step = _step_at(steps, begin)
         if step is None:
-            return
-        outer = self._stack[-1] if self._stack else _Open(0)
-        entry = _Open(end, outer.part, outer.in_op, outer.drains or name == DRAIN)
+            continue
+        outer = stack[-1] if stack else _Open(0)
+        part = UPDATE if name.startswith(_UPDATES) else outer.part
+        entry = _Open(end, part, outer.in_op, outer.drains or name == DRAIN)
+        step.optimizers.update(_OPTIMIZER.findall(name))
         if name.startswith(_FETCHES):
             entry.part = FETCH
             step.fetching.append((begin, end))
-        elif name.startswith(_UPDATES):
-            entry.part = UPDATE
-            step.optimizers.update(_OPTIMIZER.findall(name))
-        step.between += self._cost * (entry.part != FETCH and not entry.in_op)
-        self._charge(self._cost)
-        called = "::" in name and not name.startswith(_ENGINE)
-        called = called and not event.is_user_annotation()
-        if called or name.startswith(_COVERS):
-            entry.op = _op_of(event, name, entry.part, self._kernels)
-            step.ops.append(entry.op)
-            self._charge(end - begin)
-        waits = _READS if self._kernels is None else _WAITS
+        step.between += cost * (entry.part != FETCH and not entry.in_op)
+        charge(cost)
         if waits.fullmatch(name) and not entry.drains:
             step.waiting.append((begin, end))
-        if entry.op is not None and not entry.in_op:
-            entry.in_op = True
-            step.covered.append((begin, end))
-        self._stack.append(entry)
+        if _is_op(event, name):
+            entry.op = _op_of(event, name, entry.part, kernels)
+            step.ops.append(entry.op)
+            charge(end - begin)
+            if not entry.in_op:
+                entry.in_op = True
+                step.covered.append((begin, end))
+        stack.append(entry)
 
-    def _charge(self, spent: float) -> None:
-        """Subtract time of the host from the innermost open operation."""
-        if self._kernels is None:
-            caller = next((each.op for each in reversed(self._stack) if each.op), None)
-            if caller is not None:
-                caller.own -= spent
+
+def _is_op(event: Any, name: str) -> bool:  # noqa: ANN401 -- torch's own class
+    called = "::" in name and not name.startswith(_ENGINE)
+    called = called and not event.is_user_annotation()
+    return called or name.startswith(_COVERS)
 
 
 def _op_of(event: Any, name: str, part: str, kernels: dict[int, int] | None) -> Op:  # noqa: ANN401

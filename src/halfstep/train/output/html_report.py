@@ -7,19 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halfstep.diagnostics.doctor.html_report import skips
-from halfstep.diagnostics.doctor.run_record import Step
 from halfstep.machine import hardware
 from halfstep.reporting import html
-from halfstep.reporting.html import Bar, Card, Chart, ConfusionMatrix, Curve, Section
+from halfstep.reporting.finding import findings_table
+from halfstep.reporting.html import Chart, ConfusionMatrix, Curve, Section
 from halfstep.reporting.table import Cell, Table
+from halfstep.scaling.step_report import first_names
 from halfstep.train.metrics import EvalMetrics, score_title
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from halfstep.reporting.finding import Finding
+
 _PARTS = ("input", "forward", "backward", "update", "rest")
 _WARM_UP = 10  # steps that also allocate, compile and fill caches
+_MOST_SKIPS = 20
 _SMOOTH_PARTS = 40  # stretches of a noisy curve that are averaged
 _LOSS, _SCORE = "dev_loss", "dev_"
 _CHART_OF_LOSS = "Loss"
@@ -44,8 +47,6 @@ class ReportData:
     metrics: Mapping[str, EvalMetrics]
     """By split; the last one is the final result."""
     worst_examples: Table
-    baseline: Table | None
-    """Comparison of the model with a baseline."""
     against_fp32: Table | None
     """Time and memory of a step, in fp32 and at the level."""
     precision: Table
@@ -53,8 +54,9 @@ class ReportData:
     """Steps and evaluations, as in metrics.jsonl."""
     summary: Mapping[str, Any]
     """As in summary.json; rows of missing keys are left out."""
-    findings: tuple[str, ...]
-    cards: tuple[Card, ...] = ()
+    data_findings: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+    """Those of the doctor."""
 
     @property
     def final(self) -> tuple[str, EvalMetrics]:
@@ -68,27 +70,46 @@ def page(report: ReportData) -> str:
     evals = [record for record in report.records if record.get("event") == "eval"]
     charts, on_gpu = _charts(steps, evals), report.settings.get("device") == "cuda"
     about = _OF_LOSS if any(chart.title == _CHART_OF_LOSS for chart in charts) else ""
-    quality = (*_quality(report), report.baseline)
     worst = report.worst_examples
     own = _cost(report.summary), _memory(report.summary, on_gpu=on_gpu)
     cost = (report.against_fp32, *(table for table in own if table.rows))
     split, final = report.final
     grid = ConfusionMatrix(replace(final.confusion, title=f"On {split}"), "predicted")
     sections = [
-        Section("Findings", points=report.findings, cards=report.cards),
-        Section("Quality", tables=tuple(filter(None, quality))),
+        Section("Findings", points=report.data_findings, tables=_findings(report)),
+        Section("Quality", tables=_quality(report)),
         Section("Confusion", confusion_matrices=(grid,)),
         Section("Worst mistakes", tables=(worst,) if worst.rows else ()),
         Section("Curves", about, charts=charts),
         _time(steps, on_gpu=on_gpu),
         Section("Cost", tables=tuple(filter(None, cost))),
-        skips([*map(Step.from_data, steps)]),
+        _skipped(steps),
         Section("Precision", tables=(replace(report.precision, title=""),)),
         Section("Configuration", tables=(_settings(report.settings, report.chosen),)),
         Section("Machine", tables=(replace(hardware.machine_table(), title=""),)),
     ]
     non_empty = [section for section in sections if section != Section(section.heading)]
     return html.page(report.title, non_empty, report.lead, _headline(report))
+
+
+def _findings(report: ReportData) -> tuple[Table, ...]:
+    table = replace(findings_table(report.findings), title="")
+    return (table,) if table.rows else ()
+
+
+def _skipped(steps: Sequence[Mapping[str, Any]]) -> Section:
+    heading, skipped = "Skipped steps", [each for each in steps if each.get("skipped")]
+    if not skipped:
+        return Section(heading, "No step was skipped." if steps else "")
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (step["step"], f"{step['scale']:g}", first_names(step["found_inf_in"]) or "-")
+        for step in skipped[:_MOST_SKIPS]
+    )
+    rest = len(skipped) - len(rows)
+    more = "more step was" if rest == 1 else "more steps were"
+    notes = (f"{rest:,} {more} skipped.",) if rest else ()
+    columns = ("step", "loss scale", "gradients that were not finite")
+    return Section(heading, tables=(Table("", columns, rows, notes),))
 
 
 def _headline(report: ReportData) -> list[tuple[str, str, str]]:
@@ -118,7 +139,7 @@ def _headline(report: ReportData) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _quality(report: ReportData) -> list[Table]:
+def _quality(report: ReportData) -> tuple[Table, ...]:
     """Return the scores of every split, then the per-label metrics of the last one."""
     split, final = report.final
     columns = [_scores(one) for one in report.metrics.values()]
@@ -127,7 +148,7 @@ def _quality(report: ReportData) -> list[Table]:
         for name in columns[-1]
     ]
     scores = Table("Scores", ("score", *report.metrics), tuple(rows), digits=4)
-    return [scores, replace(final.table(f"By label, on {split}"), notes=())]
+    return scores, replace(final.table(f"By label, on {split}"), notes=())
 
 
 def _scores(metrics: EvalMetrics) -> dict[str, float]:
@@ -210,8 +231,7 @@ def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
     )
     notes = (note, _OF_HOST) if on_gpu else (note,)
     table = Table("", columns, tuple(rows), notes, digits=1)
-    means = tuple(zip(_PARTS, map(float, spent.mean(0)), strict=True))
-    return Section(heading, bars=(Bar(means),), tables=(table,))
+    return Section(heading, tables=(table,))
 
 
 def _cost(summary: Mapping[str, Any]) -> Table:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 _OWN_FOLDERS = ("checkpoints", "model", "tensorboard")
 _OWN = (
     *("metrics.jsonl", "summary.json", "report.html"),
-    *("environment.json", "profile.json", "data.json"),
+    *("environment.json", "profile.json"),
     # The files that identify the folder as a run's are deleted last.
     *("launch.json", "resolved.toml", "config.json"),
 )
