@@ -99,8 +99,15 @@ def test_a_graph_kept_under_ddp() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("name", "names"), READ)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name", "names"),
+    [
+        (kind, *read)
+        for i, kind in enumerate(KINDS)
+        for j, read in enumerate(READ)
+        if (i + j) % 3 == 0
+    ],
+)
 def test_reading_changes_nothing(kind: str, name: str, names: tuple[str, ...]) -> None:
     """Law: the bits of the steps, their reports and states, are those without it."""
     sessions = [build(kind, **OPTIONS[name]) for _ in range(2)]
@@ -117,11 +124,11 @@ def test_reading_changes_nothing(kind: str, name: str, names: tuple[str, ...]) -
     assert same(*states)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=[*OPTIONS])
+@pytest.mark.parametrize("options", ["plain", "accumulated"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_read_is_what_is_applied(kind: str, options: dict[str, Any]) -> None:
+def test_what_is_read_is_what_is_applied(kind: str, options: str) -> None:
     """Law: SGD subtracts lr times these gradients, all in fp32, from fp32 weights."""
-    session = build(kind, **options | {"clip_grad_norm": None})
+    session = build(kind, **OPTIONS[options])
     before = copy.deepcopy(session.weights())
     for micro in range(session.accumulate):
         backward(session, micro)
