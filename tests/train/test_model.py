@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,21 +144,6 @@ def test_tokens_are_those_of_words_of_one_character(text: str) -> None:
     twin.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     one, other = fast.encode(text), twin.encode(text)
     assert (one.ids, one.offsets) == (other.ids, other.offsets)
-
-
-def test_unknown_characters() -> None:
-    """Law: a character seen once or never is unknown, one seen twice is not."""
-    tokenizer = model.character_tokenizer(["aab", "c", "c"], 16)
-    assert encode(tokenizer, ["abcd"]) == [[START, 5, UNKNOWN, 6, UNKNOWN, END]]
-
-
-@given(st.text("aAbΣİＡ①ﬁ½\xa8 \t\u3000\n\u2028天。", max_size=20))
-def test_as_many_tokens_as_characters(written: str) -> None:
-    """Law: a text has a token for each character of its normal form, all known."""
-    ids = encode(model.character_tokenizer([written, written], 99), [written])[0]
-    assert UNKNOWN not in ids
-    normal = unicodedata.normalize("NFKC", written).lower()
-    assert len(ids) - 2 == len("".join(normal.split()))
 
 
 @pytest.mark.parametrize(
@@ -308,10 +292,8 @@ def test_no_padding_token(bert: Path) -> None:
     tokenizer = word_pieces()
     tokenizer.pad_token = None
     tokenizer.save_pretrained(bert)
-    assert refused(fetched, bert) == (
-        f"--model {bert}: its tokenizer has no padding token; set it, as in "
-        "tokenizer.pad_token = tokenizer.eos_token, and save it there."
-    )
+    told = refused(fetched, bert)
+    assert told.startswith(f"--model {bert}: its tokenizer has no padding token; set")
 
 
 def test_a_vocabulary_that_does_not_fit(bert: Path) -> None:
