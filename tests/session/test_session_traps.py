@@ -31,6 +31,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def rows(names: str, *cases: str) -> Any:
+    """Try each case, whose words are values of the arguments."""
+    return pytest.mark.parametrize(names.split(), [case.split() for case in cases])
+
+
 def crossed(name: str, *values: Any, every: int = 3) -> Any:
     """Cross forms, ways and values so that each two of them meet, not each three."""
     return pytest.mark.parametrize(
@@ -83,15 +88,8 @@ def elsewhere(model: nn.Module, slopes: dict[str, Tensor]) -> None:
     other.step()
 
 
-@pytest.mark.parametrize(
-    ("form", "run", "inside"),
-    [
-        ("fp32", plainly, True),
-        ("split", elsewhere, True),
-        ("stochastic", elsewhere, False),
-        ("split", plainly, False),
-    ],
-)
+@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize(("run", "inside"), [(plainly, True), (elsewhere, False)])
 def test_passes_of_others(
     form: str, run: Callable[[nn.Module, dict[str, Tensor]], None], *, inside: bool
 ) -> None:
@@ -122,11 +120,8 @@ def test_passes_of_others(
     assert same(*map(cases.everything, sessions))
 
 
-@pytest.mark.parametrize(
-    ("form", "scheduler"),
-    [("fp32", "before"), ("split", "after"), ("stochastic", None)],
-)
-def test_a_step_that_was_replaced(form: str, scheduler: str | None) -> None:
+@rows("form scheduler", "fp32 before", "split after", "stochastic none")
+def test_a_step_that_was_replaced(form: str, scheduler: str) -> None:
     """Law: a user's `optimizer.step` is called once a step, and never for a skip."""
     model = cases.Mixed()
     optimizer = cases.ADAMW(model.parameters())
@@ -174,10 +169,7 @@ def test_many_losses(form: str, accumulate: int) -> None:
     assert report.grad_norm == pytest.approx(2.0, rel=2.0**-8)
 
 
-@pytest.mark.parametrize(
-    ("form", "cast", "word"),
-    [("fp32", "half", "float16"), ("split", "float", "float32")],
-)
+@rows("form cast word", "fp32 half float16", "split float float32")
 def test_a_model_that_was_cast(form: str, cast: str, word: str) -> None:
     """Law: weights of another dtype are refused wherever masters meet them."""
     session = cases.start(cases.ADAMW, form)
@@ -490,10 +482,7 @@ def counters(session: Session) -> list[float]:
     return [float(state["step"]) for state in session.optimizer.state.values()]
 
 
-@pytest.mark.parametrize(
-    ("form", "cause"),
-    [("fp32", "kernel"), ("split", "state"), ("stochastic", "kernel")],
-)
+@rows("form cause", "fp32 kernel", "split state", "stochastic kernel")
 def test_an_update_that_fails(form: str, cause: str) -> None:
     """Law: an error inside an update leaves counters, weights and clock alone."""
     sessions = [cases.start(cases.ADAMW, form) for _ in range(2)]
