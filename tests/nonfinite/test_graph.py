@@ -358,6 +358,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "power": lambda x: x.abs() ** 0.5,
     "pole": lambda x: x**-2.0,
     "square": lambda x: x**2.0,
+    "between": lambda x: x.abs() ** 1.5,
     "flat": lambda x: x**0.0,
     "quotient": lambda x: 1 / (x * x),
     "norm": lambda x: x.reshape(-1, 1).norm(dim=1),
