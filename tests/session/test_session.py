@@ -148,16 +148,9 @@ def test_accumulation_is_the_mean(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "make", "clip"),
-    [
-        ("O0 fp32", FUSED[0], 0.5),
-        ("O1 fp16", FUSED[1], None),
-        ("O1 fp16", FUSED[2], 0.5),
-        ("O1 bf16", FUSED[2], None),
-        ("O2 fp16", FUSED[0], None),
-        ("O2 fp16", FUSED[2], 0.5),
-    ],
+    ("kind", "clip"), [("O0 fp32", 0.5), ("O1 fp16", None), ("O2 fp16", 0.5)]
 )
+@pytest.mark.parametrize("make", FUSED, ids=["sgd", "adam", "adamw"])
 def test_a_kernel_that_skips(
     kind: str, make: Make, clip: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

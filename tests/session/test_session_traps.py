@@ -444,9 +444,8 @@ def words_model() -> nn.Sequential:
     return nn.Sequential(table, nn.LayerNorm(4), nn.Linear(4, 2))
 
 
-@pytest.mark.parametrize(
-    ("form", "kernel"), [("fp32", True), ("split", False), ("stochastic", True)]
-)
+@pytest.mark.parametrize("form", FORMS[1:])
+@cases.both_ways
 def test_sparse_gradients(form: str, *, kernel: bool) -> None:
     """Law: sparse gradients are released as they are used in an ordinary step.
 
