@@ -34,7 +34,6 @@ from halfstep.train.output.run_directory import RunFolder
 TRAIN, DEV = 57, 9  # 57 = 8 * 7 + 1: one batch has a text for one process only
 CASES = {
     "O0": ("--level", "O0", "--batch-size", "7", "--probe", "flags"),
-    "O0, accumulating": ("--level", "O0", "--batch-size", "8", "--accumulate", "2"),
     "O1": ("--level", "O1", "--dtype", "bf16", "--batch-size", "7"),
     "O2": (
         *("--level", "O2", "--dtype", "bf16", "--batch-size", "7"),

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from data_files import refused
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -125,6 +125,7 @@ def test_normal_form(written: str, plain: str) -> None:
     assert other.get_vocab() == tokenizer.get_vocab()
 
 
+@settings(max_examples=40)
 @given(st.lists(st.text("aAbΣİＡ①ﬁ½e\u0301 \t\x1c\u3000\n\0天。", max_size=20)))
 def test_the_vocabulary_is_of_normal_characters(texts: list[str]) -> None:
     """Law: it holds what occurs twice in the normal forms of whole texts."""
@@ -135,6 +136,7 @@ def test_the_vocabulary_is_of_normal_characters(texts: list[str]) -> None:
     assert set(tokenizer.get_vocab()) == {*model.SPECIAL_TOKENS, *expected}
 
 
+@settings(max_examples=40)
 @given(st.text("aAbΣİＡ①ﬁ½e\u0301\U0001f468\u200d \t\u3000\n天。", max_size=30))
 def test_tokens_are_those_of_words_of_one_character(text: str) -> None:
     """Law: ids and offsets are those of a slow twin that splits at each character."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from data_files import refused
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_corpora import classified, counting, letters_tokenizer, marked
 from small_training import same
@@ -41,6 +41,7 @@ def labels_of(held: EncodedTexts) -> list[int]:
     return held.labels.tolist()
 
 
+@settings(max_examples=40)
 @given(st.data(), token_lists, st.integers(0, 9), st.integers(1, 9))
 def test_a_batch_is_its_slow_twin(
     data: st.DataObject, lists: list[list[int]], pad_id: int, multiple: int
