@@ -83,8 +83,9 @@ def test_decisions_have_reasons() -> None:
     assert "predicted: " in text
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("seed", "dtype"), [(0, "bf16"), (1, "bf16"), (2, "fp16"), (3, "fp16")]
+)
 def test_a_rewritten_model_trains(
     monkeypatch: pytest.MonkeyPatch, seed: int, dtype: str
 ) -> None:
@@ -369,7 +370,7 @@ def decisions(rows: Any) -> dict[str, set[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:policy rule")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_eager_and_graph_agree(policy: str, seed: int) -> None:
     """Law: the same reasons; low and fp32 operations compute what they are said to."""
@@ -553,8 +554,14 @@ class Norms(TorchDispatchMode):
 
 
 @pytest.mark.filterwarnings("ignore:policy rule", "ignore:Mismatch dtype between")
-@pytest.mark.parametrize("base", ["lean", "torch", f"lean + {OP_RULES}"])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        *((name, "lean") for name in NORMS),
+        *((name, f"lean + {OP_RULES}") for name in NORMS if name != "RMSNorm"),
+        *((name, "torch") for name in ("LayerNorm", "RMSNorm", "BatchNorm")),
+    ],
+)
 def test_norms_are_cast_as_in_eager_autocast(name: str, base: str) -> None:
     """Law: plan and context cast the same arguments of a norm; its statistics learn."""
     torch.manual_seed(0)

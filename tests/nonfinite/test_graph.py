@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from planted_faults import FAULTS, planted
+from processes import group_of_one
 from required import required
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from versions import torch_has_lstm
 
 import halfstep as hs
 from halfstep.nonfinite.domains import find_domain_error
@@ -19,38 +20,12 @@ from halfstep.nonfinite.graph import find_in_graph
 from halfstep.nonfinite.origin import BadOp
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+INF = math.inf
 
 TARGETS = torch.tensor([0, 1, 2, 0])
-CAUSAL = torch.ones(4, 4, dtype=torch.bool).triu(1)
-
-
-class Recurrent(nn.Module):
-    """An LSTM and a head on its last state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 4, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.lstm(x)[0][:, -1])
-        return logits
-
-
-class Attention(nn.Module):
-    """One head of attention by hand, with a mask of -inf, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
-        self.head = nn.Linear(4, 3)
-        self.mask = CAUSAL
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.query(x) @ self.key(x).transpose(1, 2) / 2
-        weights = scores.masked_fill(self.mask, -math.inf).softmax(-1)
-        logits: Tensor = self.head((weights @ self.value(x))[:, -1])
-        return logits
+SEEN = {"forward range", "zero", "weight"}
+"""Causes that a graph shows, if nothing in it is recomputed."""
+RECOMPUTED = {"plain", "reentrant"}
 
 
 def mlp() -> nn.Module:
@@ -60,32 +35,6 @@ def mlp() -> nn.Module:
 def cnn() -> nn.Module:
     layers = (nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten())
     return nn.Sequential(*layers, nn.Linear(8, 3))
-
-
-PLACES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
-    "mlp": (mlp, (4, 8), "linear (0.weight, 0.bias)", "2.weight"),
-    "cnn": (cnn, (4, 1, 4, 4), "conv2d (0.weight, 0.bias)", "1.bias"),
-    "attention": (
-        Attention,
-        (4, 4, 4),
-        "linear (query.weight, query.bias)",
-        "value.weight",
-    ),
-    "lstm": (
-        Recurrent,
-        (4, 4, 4),
-        "lstm (lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0)",
-        "lstm.weight_hh_l0",
-    ),
-}
-"""Model, shape of its input, its first operation, a parameter inside."""
-
-EVERYWHERE = [
-    pytest.param(place, dtype, id=f"{place}-{dtype}".replace("torch.", ""))
-    for place in PLACES
-    for dtype in (FP32, BF16, FP16)
-    if place != "lstm" or dtype == FP32 or torch_has_lstm(dtype)
-]
 
 
 def look(
@@ -101,52 +50,24 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return functional.cross_entropy(model(x), TARGETS)
 
 
-@pytest.mark.parametrize(("place", "dtype"), EVERYWHERE)
-def test_data_is_blamed_where_it_comes_in(place: str, dtype: torch.dtype) -> None:
-    """Law: NaN in the batch is found at the first operation, and counted."""
-    make, shape, first, _ = PLACES[place]
-    model, x = make(), torch.randn(shape)
-    x.view(-1)[5] = math.nan
-    finding = required(look(dtype, model, lambda: loss_of(model, x)))
-    assert finding.cause == "data"
-    held = f"it holds NaN at 1 of {x.numel()} places"
-    assert finding.evidence == f"the input of {first}: {held}"
+def test_planted_faults() -> None:
+    """Law: 95 % of the faults that a graph shows have their cause, weights their place.
 
-
-@pytest.mark.parametrize(("place", "dtype"), EVERYWHERE)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_weight_is_named(place: str, dtype: torch.dtype, bad: float) -> None:
-    """Law: a parameter that holds NaN or inf is named, also through autocast's copy."""
-    make, shape, _, name = PLACES[place]
-    model = make()
-    parameter = model.get_parameter(name)
-    with torch.no_grad():
-        parameter.view(-1)[1] = bad
-    # Zeros would turn inf into NaN, which is as good; ReLU might hide what is negative.
-    x = torch.rand(shape) + 0.5
-    finding = required(look(dtype, model, lambda: loss_of(model, x)))
-    kind = "NaN" if math.isnan(bad) else "inf"
-    assert (finding.cause, finding.module) == ("weight", name.rpartition(".")[0])
-    held = f"it holds {kind} at 1 of {parameter.numel()} places"
-    assert finding.evidence == f"{name}: {held}"
-
-
-@pytest.mark.parametrize(("place", "dtype"), EVERYWHERE)
-def test_a_log_of_zero_is_found_behind_any_model(
-    place: str, dtype: torch.dtype
-) -> None:
-    """Law: log(0) after healthy layers, masks of -inf among them, is called that."""
-    make, shape, _, _ = PLACES[place]
-    model, x = make(), torch.randn(shape)
-    last = "(head.weight, head.bias)" if place in {"lstm", "attention"} else ""
-    finding = required(look(dtype, model, lambda: (model(x) * 0).log().mean()))
-    assert finding.cause == "zero"
-    where, _, evidence = finding.evidence.partition(": ")
-    assert where.startswith("log, after linear (")
-    assert where.endswith(last)
-    assert evidence.startswith("its argument is 0 at 12 of 12 places")
-    assert ("a smaller eps is 0" in finding.evidence) == (dtype == torch.float16)
-    assert finding.advice.startswith("Add a small number inside log()")
+    The others are a norm's root of zero, and a statistic that counts as data.
+    """
+    wrong = {}
+    with group_of_one():
+        for name, fault in FAULTS.items():
+            if fault.cause not in SEEN or fault.run.get("mode") in RECOMPUTED:
+                continue
+            run = planted(name)
+            names = {id(param): key for key, param in run.model.named_parameters()}
+            loss = run.step(run.wrapped())
+            bad = find_in_graph(loss, lambda param, names=names: names[id(param)])
+            is_placed = fault.cause != "weight" or fault.judge(bad)[0]
+            if bad is None or bad.cause != fault.cause or not is_placed:
+                wrong[name] = str(bad)
+    assert len(wrong) <= 3, wrong
 
 
 @pytest.mark.parametrize("low", [FP16, BF16, FP32])
@@ -186,64 +107,33 @@ def test_range_is_blamed_to_the_number(
     assert (finding.cause, finding.rule) == ("forward range", "module:2=fp32")
 
 
-REACHED = "argument reaches 1.0e+05"
-
-
 @pytest.mark.parametrize(
-    ("make", "name", "size", "where", "seen", "rule"),
+    ("make", "name", "size", "words"),
     [
-        (
-            mlp,
-            "0.weight",
-            3e4,
-            "0 (linear)",
-            "result holds inf, its inputs reach 3.0e+04",
-            "module:0=fp32 + module:2=fp32",
-        ),
-        (cnn, "0.weight", 3e4, "0 (conv2d)", "result reaches 2.7e+05", "module:0=fp32"),
-        *(
-            (mlp, f"{at}.weight", 1e5, f"{at} (cast)", REACHED, f"module:{at}=fp32")
-            for at in (0, 2)
-        ),
+        (mlp, "0.weight", 3e4, "0 (linear): its result holds inf, its inputs reach"),
+        (cnn, "0.weight", 3e4, "0 (conv2d): its result reaches 2.7e+05, float16 hol"),
+        (mlp, "0.weight", 1e5, "0 (cast): its argument reaches 1.0e+05, float16 hol"),
     ],
 )
 def test_range_is_found_in_first_layers_and_casts(
-    make: Callable[[], nn.Module],
-    name: str,
-    size: float,
-    where: str,
-    seen: str,
-    rule: str,
+    make: Callable[[], nn.Module], name: str, size: float, words: str
 ) -> None:
-    """Law: what overflows is named though nobody saved its weight, or it is a copy."""
+    """Law: what overflows is named though nobody saved its weight, or it is a copy.
+
+    Where the product is not known, what takes it in float16 is told, and its rule.
+    """
     model, shape = make(), (4, 8) if make is mlp else (4, 1, 4, 4)
     with torch.no_grad():
         model.get_parameter(name).fill_(size)
     finding = required(look(FP16, model, lambda: loss_of(model, torch.ones(shape))))
-    assert (finding.cause, finding.place) == ("forward range", where)
-    evidence, _, consumer = finding.evidence.partition("; ")
-    assert evidence == f"its {seen}, float16 holds 65504"
+    assert finding.cause == "forward range"
+    assert f"{finding.place}: {finding.evidence}".startswith(words)
     taken = "linear (2.weight, 2.bias) takes it in float16"
-    assert consumer == (taken if " + " in rule else "")
+    unknown = "inputs" in words
+    assert finding.evidence.endswith(taken) == unknown
+    rule = "module:0=fp32 + module:2=fp32" if unknown else "module:0=fp32"
     assert finding.rule == rule
     assert f"policy='torch + {rule}'" in finding.advice
-
-
-def test_range_in_scores_is_not_put_down_to_their_mask() -> None:
-    """Law: scores that overflow before a mask of -inf are blamed, not the mask."""
-    model = Attention()
-    with torch.no_grad():
-        for name in ("query", "key"):
-            model.get_parameter(f"{name}.weight").copy_(torch.eye(4))
-            model.get_parameter(f"{name}.bias").zero_()
-    # Each score is a sum of 4 squares: 4 * 128 * 128 = 65536.
-    x = torch.full((4, 4, 4), 128.0)
-    finding = required(look(FP16, model, lambda: loss_of(model, x)))
-    assert finding.cause == "forward range"
-    assert finding.evidence.startswith("matmul, after linear (")
-    assert finding.evidence.endswith(
-        ": its result reaches 6.6e+04, float16 holds 65504"
-    )
 
 
 def test_data_too_large_for_float16_is_told_apart() -> None:
@@ -353,16 +243,6 @@ def test_a_dispatch_mode_changes_nothing() -> None:
     assert finding.evidence == f"{where}: its result holds inf, {reached}"
 
 
-def test_fp32_has_a_range_too() -> None:
-    """Law: 1e30 times 1e30 is beyond float32, and is told as that."""
-    leaf = nn.Parameter(torch.full((3,), 1e30))
-    finding = required(find_in_graph((leaf * leaf).sum(), lambda _: "leaf"))
-    assert str(finding) == (
-        "model produced inf: mul (leaf) to sum: its result holds inf, its inputs reach "
-        "1.0e+30, float32 holds 3.40282e+38. Scale down or normalise its inputs."
-    )
-
-
 ONES, BAD = torch.ones(3), torch.tensor([0.0, math.nan, 0.0])
 SPOILT: dict[str, tuple[Tensor, Callable[[Tensor], Tensor], str, str]] = {
     "frozen": (
@@ -421,30 +301,21 @@ def test_healthy_sparse_data_is_none() -> None:
 
 
 LEAF = [0.0, 0.25, 4.0]
+POWERS = torch.tensor([0.5, 2.0, -1.0])
 
 
 @pytest.mark.parametrize(
     ("operation", "where", "evidence"),
     [
-        (torch.log, "log", "its argument is 0 at 1 of 3 places"),
         (lambda x: (x - 1).log(), "log", "its argument is negative at 2 of 3 places"),
         (lambda x: (x - 1).log1p(), "log1p", "its argument is -1 at 1 of 3 places"),
+        (torch.rsqrt, "rsqrt", "its argument is 0 at 1 of 3 places"),
         (lambda x: x.exp() / x, "div", "its divisor is 0 at 1 of 3 places"),
         (lambda x: x**-0.5, "pow", "it raises 0 to a power below 0 at 1 of 3 places"),
-        (
-            lambda x: x ** torch.tensor([0.5, 2.0, -1.0]),
-            *("pow", "its argument is 0 at 1 of 3 places"),
-        ),
-        (
-            lambda x: (x / 4).acos(),
-            *("acos", "its argument is not inside -1 to 1 at 1 of 3 places"),
-        ),
+        (lambda x: x**POWERS, "pow", "its argument is 0 at 1 of 3 places"),
+        (lambda x: (x / 4).acos(), "acos", "its argument is not inside -1 to 1 at 1"),
         (lambda x: x[x > 9].mean(), "mean", "it is the mean of nothing"),
-        (
-            lambda x: x.masked_fill(x >= 0, -math.inf).logsumexp(0),
-            "logsumexp",
-            "all it sums is -inf",
-        ),
+        (lambda x: x.masked_fill(x >= 0, -INF).logsumexp(0), "logsumexp", "all it"),
         (lambda x: torch.hypot(x, x), "hypot", "its argument is 0 at 1 of 3 places"),
     ],
 )
@@ -457,7 +328,7 @@ def test_a_singular_value_is_found_and_counted(
     assert finding.cause == "zero"
     alone, after = rf"model \({where}\)", rf"model: {where}, after \w+ \(leaf\)"
     said = f"{finding.place}: {finding.evidence}"
-    assert re.fullmatch(rf"({alone}|{after}): {re.escape(evidence)}", said)
+    assert re.match(rf"({alone}|{after}): {re.escape(evidence)}", said)
 
 
 def test_complex_numbers_have_no_order() -> None:
@@ -487,6 +358,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "power": lambda x: x.abs() ** 0.5,
     "pole": lambda x: x**-2.0,
     "square": lambda x: x**2.0,
+    "between": lambda x: x.abs() ** 1.5,
     "flat": lambda x: x**0.0,
     "quotient": lambda x: 1 / (x * x),
     "norm": lambda x: x.reshape(-1, 1).norm(dim=1),
@@ -501,16 +373,18 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
 VALUES = [-1.0, 0.0, 0.5, 1.0]
 
 
-@pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("numbers", [*([value] for value in VALUES), VALUES])
-def test_a_finding_means_that_a_pass_is_spoilt(
-    name: str, numbers: list[float], *, guarded: bool
-) -> None:
+def test_a_finding_means_that_a_pass_is_spoilt(name: str, numbers: list[float]) -> None:
     """Law: there is a finding if, and only if, loss or gradient are not finite.
 
     Also where torch.where hides from the loss what an operation made.
     """
+    for guarded in (False, True):
+        check_exact(name, numbers, guarded=guarded)
+
+
+def check_exact(name: str, numbers: list[float], *, guarded: bool) -> None:
     leaf = nn.Parameter(torch.tensor(numbers))
     result = EXACT[name](leaf)
     loss = torch.where(result.isfinite(), result, 0).sum() if guarded else result.sum()

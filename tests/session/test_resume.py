@@ -71,7 +71,7 @@ def test_every_optimizer_is_here() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    thinned({n: (n,) for n in OPTIMIZERS}, {k: (k,) for k in KINDS}, 4),
+    thinned({n: (n,) for n in OPTIMIZERS}, {k: (k,) for k in KINDS}, 6),
 )
 def test_resumed_is_uninterrupted(name: str, kind: str, tmp_path: Path) -> None:
     """Law: four steps, a skip, a file, a new session, three steps: as at one go.
@@ -96,8 +96,10 @@ def test_resumed_is_uninterrupted(name: str, kind: str, tmp_path: Path) -> None:
     assert same(bits(second), bits(whole))
 
 
-@pytest.mark.parametrize("to", ["O1 bf16 fp32", "O2 bf16 kahan", "O3 bf16 none"])
-@pytest.mark.parametrize("name", ["nadam", "asgd", "adafactor"])
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("nadam", "O2 bf16 kahan"), ("asgd", "O3 bf16 none"), ("adafactor", KINDS[1])],
+)
 def test_another_level_goes_on(name: str, to: str, tmp_path: Path) -> None:
     """Law: from another level too, a product or a rate that is one number is exact."""
     for kind in ("O0 fp32 fp32", "O3 fp16 none"):
@@ -140,9 +142,9 @@ of_dcp = pytest.mark.filterwarnings(
 @pytest.mark.parametrize(
     ("name", "kind", "steps"),
     [
-        *(("adamw", kind, 3) for kind in KINDS),
-        *((name, "O2 bf16 fp32", 3) for name in ("damped sgd", "adafactor")),
-        *((name, "O2 bf16 fp32", 0) for name in ("adamw", "damped sgd", "adafactor")),
+        *(("adamw", kind, 3) for kind in KINDS[1::2]),
+        ("damped sgd", "O2 bf16 fp32", 3),
+        *((name, "O2 bf16 fp32", 0) for name in ("adamw", "adafactor")),
     ],
 )
 def test_round_trip(name: str, kind: str, steps: int, tmp_path: Path) -> None:

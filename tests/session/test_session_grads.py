@@ -99,8 +99,15 @@ def test_a_graph_kept_under_ddp() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("name", "names"), READ)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name", "names"),
+    [
+        (kind, *read)
+        for i, kind in enumerate(KINDS)
+        for j, read in enumerate(READ)
+        if (i + j) % 3 == 0
+    ],
+)
 def test_reading_changes_nothing(kind: str, name: str, names: tuple[str, ...]) -> None:
     """Law: the bits of the steps, their reports and states, are those without it."""
     sessions = [build(kind, **OPTIONS[name]) for _ in range(2)]
@@ -117,11 +124,11 @@ def test_reading_changes_nothing(kind: str, name: str, names: tuple[str, ...]) -
     assert same(*states)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=[*OPTIONS])
+@pytest.mark.parametrize("options", ["plain", "accumulated"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_read_is_what_is_applied(kind: str, options: dict[str, Any]) -> None:
+def test_what_is_read_is_what_is_applied(kind: str, options: str) -> None:
     """Law: SGD subtracts lr times these gradients, all in fp32, from fp32 weights."""
-    session = build(kind, **options | {"clip_grad_norm": None})
+    session = build(kind, **OPTIONS[options])
     before = copy.deepcopy(session.weights())
     for micro in range(session.accumulate):
         backward(session, micro)
@@ -141,8 +148,7 @@ def test_what_is_read_is_what_is_applied(kind: str, options: dict[str, Any]) -> 
         torch.testing.assert_close(after[name], expected, rtol=slack, atol=floor)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["O1 bf16", "O2 bf16"])
+@pytest.mark.parametrize(("kind", "accumulate"), [("O1 bf16", 1), ("O2 bf16", 2)])
 def test_ddp(kind: str, accumulate: int) -> None:
     """Law: under DDP too; a mean over ranks that `step` would take is taken here."""
     with group_of_one():
@@ -164,14 +170,12 @@ def test_ddp(kind: str, accumulate: int) -> None:
 def test_the_wrong_moment_is_named() -> None:
     """Law: without complete gradients it is refused at once, and says when to call."""
     session = build("O2 bf16", accumulate=2)
-    with pytest.raises(UserError, match=r"^session\.grads\(\) was called without a ba"):
-        session.grads()
-    with pytest.raises(UserError, match=r"^session\.grad_norm\(\) was called withou"):
-        session.grad_norm()
+    for call in (session.grads, session.grad_norm):
+        words = rf"^session\.{call.__name__}\(\) was called without a backward"
+        with pytest.raises(UserError, match=words):
+            call()
     backward(session, 0)
-    with pytest.raises(
-        UserError, match=r"^session\.grads\(\) was called in micro-batc"
-    ):
+    with pytest.raises(UserError, match="was called in micro-batch"):
         session.grads()
     session.step()
     with pytest.raises(UserError, match="micro-batch 1 of 2"):
@@ -181,8 +185,6 @@ def test_the_wrong_moment_is_named() -> None:
     session.step()
     with pytest.raises(UserError, match=r"call it between session\.backward"):
         session.grads()
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    early = hs.prepare(model, optimizer, "O2", dtype="bf16", optimizer_in_backward=True)
+    early = build("O2 bf16", optimizer_in_backward=True)
     with pytest.raises(UserError, match=r"^optimizer_in_backward=True .* excludes ses"):
         early.grads()

@@ -47,7 +47,7 @@ def warns_here(words: str) -> Iterator[None]:
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("kind", ["O1 fp16", "O2 fp16", "O3 fp16", "O2 fp16 masters"])
+@pytest.mark.parametrize("kind", ["O1 fp16", "O3 fp16", "O2 fp16 masters"])
 def test_clipping_by_hand(kind: str) -> None:
     """Law: clipping scaled gradients says once what to call instead.
 
@@ -88,10 +88,9 @@ def test_reading_and_freezing_are_no_changes(
         session.step()
 
 
-@pytest.mark.parametrize("kind", ["O1 bf16", "O2 bf16", "O0 fp32"])
-def test_clipping_by_hand_without_a_scale(kind: str) -> None:
+def test_clipping_by_hand_without_a_scale() -> None:
     """Law: where nothing is scaled, clipping by hand works: the step is as long."""
-    session = build(kind)
+    session = build("O2 bf16")
     before = session.weights()["0.weight"].clone()
     session.backward(loss_of(session, 100.0))
     clip_grad_norm_(session.model.parameters(), 2.0**-10)
@@ -121,10 +120,9 @@ def test_a_plain_loop_at_o1_fp16() -> None:
     assert session.step().complete  # gradients are kept
 
 
-@pytest.mark.parametrize("kind", ["O0 fp32", "O1 bf16", "O3 bf16"])
-def test_a_plain_step_after_our_backward(kind: str) -> None:
+def test_a_plain_step_after_our_backward() -> None:
     """Law: it is told once that it leaves out clipping, window and schedule."""
-    session = build(kind, accumulate=2, clip_grad_norm=1.0)
+    session = build("O1 bf16", accumulate=2, clip_grad_norm=1.0)
     session.backward(loss_of(session))
     words = r"^optimizer\.step\(\) .* after session\.backward\(\): .* neither clips"
     with warns_here(words):
@@ -133,10 +131,7 @@ def test_a_plain_step_after_our_backward(kind: str) -> None:
     session.step()
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [nn.Linear(4, 4), nn.Conv1d(4, 4, 1), nn.RNN(4, 4), nn.LSTM(4, 4), nn.GRU(4, 4)],
-)
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1), nn.GRU(4, 4)])
 def test_a_call_outside_of_the_context(layer: nn.Module) -> None:
     """Law: torch's error about dtypes then names the context that was left out."""
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
@@ -167,10 +162,9 @@ def test_other_errors_arrive_as_they_are() -> None:
     assert "session.autocast" not in str(caught.value)
 
 
-@pytest.mark.parametrize("master", ["fp32", "split"])
-def test_a_state_dict_of_low_weights(master: str) -> None:
+def test_a_state_dict_of_low_weights() -> None:
     """Law: `model.state_dict()` says once that its weights are 16-bit."""
-    session = build("O2 bf16", master=master)
+    session = build("O2 bf16")
     words = r"^model\.state_dict\(\) holds bf16 weights: use session\.weights\(\)"
     with warns_here(words):
         state = session.model.state_dict()
@@ -182,7 +176,8 @@ def test_a_state_dict_of_low_weights(master: str) -> None:
 def test_a_copy_of_low_weights(copied: Callable[[nn.Module], nn.Module]) -> None:
     """Law: `copy.deepcopy(model)` says once that the copy is 16-bit; pickling does not.
 
-    Nor do copies of the copy, nor of a model whose session is gone.
+    Nor do copies of the copy, nor of a model whose session is gone. A copy of a part
+    does, and then the model's is silent.
     """
     session = build("O2 bf16")
     pickle.loads(pickle.dumps(session.model))  # noqa: S301 -- our own
@@ -194,15 +189,11 @@ def test_a_copy_of_low_weights(copied: Callable[[nn.Module], nn.Module]) -> None
     other = build("O2 bf16").model
     gc.collect()
     copied(other)
-
-
-def test_a_copy_of_a_part() -> None:
-    """Law: so does the copy of one of its modules; the model's is silent then."""
-    session = build("O2 bf16")
-    assert isinstance(session.model, nn.Sequential)
+    part = build("O2 bf16")
+    assert isinstance(part.model, nn.Sequential)
     with warns_here("^the copy of the model holds bf16 weights"):
-        copy.deepcopy(session.model[0])
-    copy.deepcopy(session.model)
+        copied(part.model[0])
+    copied(part.model)
 
 
 def test_an_average_of_weights() -> None:
@@ -217,7 +208,7 @@ def test_an_average_of_weights() -> None:
     session = hs.prepare(model, optimizer, "O2", dtype="bf16")
     with pytest.warns(UserWarning, match="loses small updates"):
         low_average = averaged(model)
-    for _ in range(100):
+    for _ in range(60):
         inputs = torch.randn(16, 8)
         with session.autocast():
             loss = (session.model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
@@ -259,9 +250,7 @@ def micro(session: Session, *numbers: int) -> list[StepReport]:
     return reports
 
 
-KINDS = pytest.mark.parametrize(
-    "kind", ["O0 fp32", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16"]
-)
+KINDS = pytest.mark.parametrize("kind", ["O0 fp32", "O1 fp16", "O2 bf16"])
 
 
 @KINDS
@@ -468,7 +457,6 @@ def test_a_context_of_another_session(kind: str) -> None:
 @pytest.mark.parametrize(
     "total",
     [
-        lambda scaler, loss: scaler.scale(loss),
         lambda scaler, loss: scaler.scale(loss) / 4,
         lambda scaler, loss: torch.tensor(0.5) * scaler.scale(loss.reshape(1)).mean(),
         lambda scaler, loss: 0.1 * loss - scaler.scale(-loss),
@@ -523,13 +511,6 @@ def test_a_step_of_a_disabled_scaler(
         make("cpu", enabled=False).step(session.optimizer)
 
 
-def test_clipping_of_another_model() -> None:
-    """Law: a pending window changes no call of torch's for other models."""
-    session = build("O2 bf16", accumulate=2)
-    micro(session, 0)
-    assert clip_grad_norm_([], 1.0) == 0
-
-
 def test_gradients_of_a_plain_backward() -> None:
     """Law: gradients that others made make no step, and the error says whose could."""
     session = build("O2 bf16")
@@ -566,9 +547,7 @@ def test_a_step_that_raised(
     assert [r.complete for r in reports] == [False] * (accumulate - 1) + [True]
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"accumulate": 2}, {"accumulate": 4}, {"optimizer_in_backward": True}]
-)
+@pytest.mark.parametrize("more", [{"accumulate": 2}, {"optimizer_in_backward": True}])
 def test_a_window_without_gradients(more: dict[str, Any]) -> None:
     """Law: a step that finds no gradient raises, and the next window is whole."""
     session, twin = (build("O2 bf16", **more) for _ in range(2))

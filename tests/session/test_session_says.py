@@ -193,22 +193,13 @@ def test_step_needs_a_backward_pass_and_a_gradient() -> None:
     """Law: a step that has nothing new is refused; the session goes on after it."""
     session = build("O2 bf16")
     go(session)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=r"was called without a backward pass"):
         session.step()
-    assert str(caught.value) == (
-        "session.step() was called without a backward pass since the last; 1 steps "
-        "are done. Call session.backward(loss) first; to sum over 4 batches, set "
-        "accumulate=4 in prepare()."
-    )
     with session.autocast():
         loss = torch.ones((), requires_grad=True) * 2
     session.backward(loss)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="no parameter of the optimizer has a grad"):
         session.step()
-    assert str(caught.value) == (
-        "no parameter of the optimizer has a gradient: is the loss computed from "
-        "session.model, and do its parameters require gradients?"
-    )
     assert go(session).applied
 
 
@@ -216,9 +207,5 @@ def test_a_state_of_half_a_window() -> None:
     """Law: gradients that no step has used yet are not lost in silence."""
     session = build("O2 bf16", accumulate=2)
     go(session)
-    with pytest.raises(RuntimeError) as half:
+    with pytest.raises(RuntimeError, match="after 1 of 2 micro-batches, or a bac"):
         session.state_dict()
-    assert str(half.value) == (
-        "session.state_dict() after 1 of 2 micro-batches, or a backward pass, would "
-        "lose their gradients; call it after a full step, or after session.flush()."
-    )

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from data_files import cells, in_tmp_path, refused  # noqa: F401
-from hypothesis import given
+from data_files import write as write_file
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfstep.errors import UserError
+from halfstep.train.data import example_store, labelled_text
 from halfstep.train.data.corpus import Corpus, Split, dev_counts, load, random_splits
 from halfstep.train.data.example_store import open_store
 
@@ -68,6 +72,7 @@ def test_a_directory_may_mix_suffixes_and_lack_test() -> None:
     assert (len(got.test), pairs(got.test)) == (0, [])
 
 
+@settings(max_examples=30)
 @given(
     texts=st.lists(st.integers(0, 99), min_size=2, max_size=200),
     dev_share=st.floats(0, 1, exclude_min=True, exclude_max=True),
@@ -99,10 +104,10 @@ def test_a_frequent_text_is_drawn_like_others() -> None:
     path.write_text("".join(rows), encoding="utf-8")
     sides = [
         "spam" in {*corpus(path, seed=seed, dev_share=0.2).dev.texts()}
-        for seed in range(40)
+        for seed in range(20)
     ]
-    # Binomial(40, 0.2): outside of these with a chance below 1e-3, were no seed fixed.
-    assert 1 <= sum(sides) <= 17
+    # Binomial(20, 0.2): outside of these with a chance of 0.015, were no seed fixed.
+    assert 1 <= sum(sides) <= 10
 
 
 def test_repeats_are_one_text_of_dev() -> None:
@@ -114,7 +119,7 @@ def test_repeats_are_one_text_of_dev() -> None:
     assert dev.distinct().label_counts(2).sum() == 2
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_text_with_two_labels(seed: int) -> None:
     """Law: train keeps a text of each label that a text of dev also has."""
     path = write("posts.csv", "a b c " * 4)
@@ -188,24 +193,14 @@ def test_labels_become_ids(
 
 FEELINGS = ("other", "like", "sad", "disgust", "angry", "happy")
 CODES = tuple(f"c{number:02}" for number in range(13))
-USE = "use other, like, sad, disgust, angry, happy."
-
-
-def alone(word: str) -> str:
-    return f": train holds only one class '{word}'; a classifier needs at least two."
-
-
+ONE = "train holds only one class"
 BAD = f"""
 0 1 sad | no names | line 3: label 'sad' does not go with '0' in posts.csv line
-sad like 3 | feelings | line 3: label '3' does not go with 'sad' in posts.cs
 0 1 6 7 | feelings | line 3: labels out of range: 6 is not in 0 to 5; give\x20
-0 -1 1 | no names | line 2: labels out of range: -1 is not in 0 to 65535; count\x20
 0 65536 | no names | line 2: labels out of range: 65536 is not in 0 to 65535; co
-sad sda | feelings | line 2: label 'sda' is unknown, perhaps 'sad'; {USE}
-sad xyz | feelings | line 2: label 'xyz' is unknown; {USE}
+sad sda | feelings | line 2: label 'sda' is unknown, perhaps 'sad'; use other, like
 c01 zz | codes | line 2: label 'zz' is unknown; use c00, c01, c02, c03, c04,
-sad sad sad | no names | {alone("sad")}
-3 3 3 | no names | {alone("3")}
+sad sad sad | no names | : {ONE} 'sad'; a classifier needs at least two.
 sad | no names | : no text can go to dev, for train would lack its label; add di
 """
 
@@ -219,14 +214,13 @@ def test_bad_labels_of_a_file_are_refused(labels: str, names: str, fault: str) -
     assert line.endswith(", c11, ....") == (names == "codes")
 
 
-ABSENT = "line {}: label '{}' of {} is absent from train; add rows with it"
+ABSENT = "is absent from train; add rows with it"
 BAD_SPLITS = f"""
-a b | a c | | /dev.csv {ABSENT.format(2, "c", "dev")}
-a b | a | b a c | /test.csv {ABSENT.format(3, "c", "test")}
-0 2 | 1 | | /dev.csv {ABSENT.format(1, "1", "dev")}
-0 1 | 5 | | /dev.csv {ABSENT.format(1, "5", "dev")}
+a b | a c | | /dev.csv line 2: label 'c' of dev {ABSENT}
+a b | a | b a c | /test.csv line 3: label 'c' of test {ABSENT}
+0 2 | 1 | | /dev.csv line 1: label '1' of dev {ABSENT}
 a b | 0 | | /dev.csv line 1: label '0' does not go with 'a' in\x20
-a a | b | | {alone("a")}
+a a | b | | : {ONE} 'a'
 """
 
 
@@ -242,21 +236,14 @@ def test_bad_labels_of_a_directory_are_refused(
 
 def test_a_directory_without_its_splits_is_refused() -> None:
     """Law: a directory needs one train and one dev file."""
-    lacks = (
-        "{} holds no {} file; name one {} with .json, .jsonl, .ndjson, .csv or .tsv."
-    )
     path = write("posts/train.csv", "a b").parent
-    assert refused(corpus, path) == lacks.format("posts", "dev", "dev")
     write("posts/dev.txt", "a b")
-    assert refused(corpus, path) == lacks.format("posts", "dev", "dev")
+    lacks = "posts holds no dev file; name one dev with .json, .jsonl, .ndjson, .csv o"
+    assert refused(corpus, path).startswith(lacks)
     write("posts/dev.csv", "a b")
     write("posts/train.tsv", "a b")
-    assert (
-        refused(corpus, path)
-        == "posts/train.csv and train.tsv are both train; keep one."
-    )
-    Path("empty").mkdir()
-    assert refused(corpus, Path("empty")) == lacks.format("empty", "train", "train")
+    both = "posts/train.csv and train.tsv are both train; keep one."
+    assert refused(corpus, path) == both
 
 
 def test_the_fingerprint_is_that_of_the_examples() -> None:
@@ -308,18 +295,21 @@ def test_texts_with_entities_are_a_corpus() -> None:
     given = corpus(Path("posts"), "ner", label_names=("PER", "ORG", "LOC"))
     assert entities(given.train, given.labels) == [NIL, ANN, BOB, NIL]
     assert given.train.spans(1) == [(0, 3, 0), (7, 11, 2)]
-    some = Split(got.train.store, np.array([2, 1]), got.train.ids)
-    assert entities(some, got.labels) == [BOB, ANN]
 
 
-def test_a_split_knows_its_kinds() -> None:
-    """Law: the kinds of a split are those of its own texts, not of its file."""
-    told("posts/train.jsonl", NIL, ANN, BOB)
-    told("posts/dev.jsonl", BOB)
-    whole = corpus(Path("posts"), "ner").train
-    for rows, kinds in (([0], set()), ([2, 2, 0], {"PER"}), ([1], {"PER", "LOC"})):
-        assert Split(whole.store, np.array(rows), whole.ids).words() == kinds
-    assert Split(whole.store, whole.rows[:0], whole.ids).words() == set()
+def test_many_texts_with_entities() -> None:
+    """Law: more texts than are held at a time come back, each with its entities."""
+    kinds = [f"K{n}" for n in range(5)]
+    texts: list[Told] = [
+        ("so good a day", [(k, k + 1, kinds[(n + k) % 5]) for k in (0, 3, 8)[: n % 4]])
+        for n in range(1025)
+    ]
+    told("posts/train.jsonl", *texts)
+    told("posts/dev.jsonl", *texts[:9])
+    got = corpus(Path("posts"), "ner")
+    assert entities(got.train, got.labels) == texts
+    train = pickle.loads(pickle.dumps(got.train))  # noqa: S301 -- our own
+    assert entities(train, got.labels) == texts
 
 
 @pytest.mark.parametrize(
@@ -342,7 +332,7 @@ def test_bad_kinds_are_refused(
     assert line.startswith(f"posts{message}")
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_rare_kind_stays_in_train(seed: int) -> None:
     """Law: with any seed train holds each kind, though one stands in one text alone."""
     bobs = [(f"Bob {number}", BOB[1]) for number in range(8)]
@@ -350,3 +340,93 @@ def test_a_rare_kind_stays_in_train(seed: int) -> None:
     got = corpus(path, "ner", seed=seed)
     assert got.train.words() == {"PER", "LOC"}
     assert (len(got.train), len(got.dev)) == (8, 2)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Law: nothing holds the rows of one content under the name of another."""
+    path = write("posts.csv", "a b a b")
+    read = labelled_text.read
+
+    def change(path: Path, **more: Any) -> object:
+        write("posts.csv", "b b a b")
+        return read(path, **more)
+
+    monkeypatch.setattr(labelled_text, "read", change)
+    fault = "posts.csv changed while it was read; start when it is whole."
+    assert refused(corpus, path) == fault
+
+
+def test_too_many_labels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a column that is no label is refused at its first row too many."""
+    monkeypatch.setattr(example_store, "MAX_LABELS", 3)
+    monkeypatch.setattr(example_store, "MAX_KINDS", 3)
+    assert len(corpus(write("posts.csv", "w0 w1 w2 " * 3)).labels) == 3
+    line = refused(corpus, write("posts.csv", "w0 w1 w2 w3 " * 3))
+    assert line.startswith("posts.csv line 4: 'w3' is one label more than 3; is it a")
+    texts: list[Told] = [
+        ("x y", [(0, 1, one), (2, 3, other)]) for one, other in ("AB", "CD")
+    ]
+    line = refused(corpus, told("a.jsonl", *texts), "ner")
+    assert line.startswith("a.jsonl line 2: 'D' is one label more")
+
+
+def test_too_many_sentences_with_invalid_tags_are_refused() -> None:
+    """Law: more than one in a hundred is refused, with the first and their number."""
+    good, bad = [f"A{n} B-PER\n\n" for n in range(99)], "Ann O\nLee I-PER\n\n"
+    (fault,) = corpus(write_file("a.bio", "".join(good) + bad), "ner").left_out
+    assert "line 200" in fault
+    path = write_file("a.bio", "".join(good[1:]) + bad)
+    with pytest.raises(UserError, match=r"line 198: .*Such tags are in 1 of 99 sent"):
+        corpus(path, "ner")
+
+
+# Headers of tables
+
+
+def splits(
+    suffix: str, train: str, dev: str, names: tuple[str, ...] | None = None
+) -> Corpus:
+    """Load a directory of two splits, given as contents."""
+    write_file(f"posts/train{suffix}", train)
+    write_file("posts/dev.csv", dev)
+    return corpus(Path("posts"), label_names=names)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [
+        (".csv", "sentence,class\nx,a\ny,a\nz,b\nv,b\n"),
+        (".tsv", "\nsentence\tclass\nx\ta\ny\tb\n"),
+    ],
+)
+def test_a_header_with_other_names_is_no_row(suffix: str, content: str) -> None:
+    """Law: a first label that stands nowhere else is not taken for a class."""
+    line = refused(splits, suffix, content, "x,a\n")
+    number = 1 + content.startswith("\n")
+    start = f"posts/train{suffix} line {number}: label 'class' stands in no other row: "
+    assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "labels"),
+    [
+        (".csv", "x,class\ny,a\nz,a\nv,class\n", ("a", "class")),
+        (".csv", "x,class\ny,a\n", ("a", "class")),
+        (".csv", "text,label\nx,class\ny,a\nz,a\nv,b\n", ("a", "b", "class")),
+        (".csv", "x,2\ny,1\nz,1\nv,0\n", ("0", "1", "2")),
+        (".jsonl", '["x", "class"]\n["y", "a"]\n["z", "a"]\n', ("a", "class")),
+    ],
+)
+def test_a_first_row_may_be_data(
+    suffix: str, content: str, labels: tuple[str, ...]
+) -> None:
+    """Law: a label that comes again, one below a header, and a number are labels."""
+    assert splits(suffix, content, f"x,{labels[-2]}\n").labels == labels
+
+
+def test_a_rare_label_may_come_first() -> None:
+    """Law: a label that train holds heads no dev, and one that was named no train."""
+    assert len(splits(".csv", "x,a\ny,b\nz,a\nv,b\n", "x,a\ny,b\nz,b\n").dev) == 3
+    assert len(splits(".csv", "x,a\ny,b\nz,b\n", "x,b\n", ("a", "b")).train) == 3

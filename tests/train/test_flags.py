@@ -175,20 +175,16 @@ FILLED_IN = {"mask_tokens": 0.3, "epochs": 20, "lr": 5e-4, "dropout": 0.1}
 FILLED_IN |= {"device": "cuda", "level": "O0", "loss_scale": "none"}
 
 
-def test_resuming_with_what_defaults_came_to(tmp_path: Path) -> None:
-    """Law: a run's own file of resolved settings is no contradiction of it."""
-    config, file = TrainConfig(), tmp_path / "resolved.toml"
-    saved = config.data_dict()
-    write_resolved(file, saved | FILLED_IN)
-    given = parse("--config", str(file))
-    assert resume_config(saved, given, read_file(file)) == config
-
-
 @pytest.mark.parametrize("name", FILLED_IN)
-def test_resuming_with_what_no_default_came_to(name: str) -> None:
-    """Law: a value that the run did not come to, or not known to be so, is refused."""
-    saved = TrainConfig().data_dict()
-    full, given = saved | FILLED_IN, {name: FILLED_IN[name]}
+def test_resuming_with_what_defaults_came_to(name: str, tmp_path: Path) -> None:
+    """Law: a run's own file of resolved settings is no contradiction of it.
+
+    A value that the run did not come to, or not known to be so, is refused.
+    """
+    saved, file = TrainConfig().data_dict(), tmp_path / "resolved.toml"
+    write_resolved(file, saved | FILLED_IN)
+    full, given = read_file(file), {name: FILLED_IN[name]}
+    assert resume_config(saved, parse("--config", str(file)), full) == TrainConfig()
     assert resume_config(saved, given, full) == TrainConfig()
     for known in (None, {}, full | {name: OTHERS[name]}):
         with pytest.raises(UserError, match=r" differs from this run's (default|auto)"):

@@ -97,8 +97,13 @@ def plant(folder: Path, name: str, trace: Path) -> None:
     (folder / "stranger.py").write_text(program, encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("use", ["train", "predict", "resume"])
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        *((use, "config.json") for use in ("train", "predict", "resume")),
+        ("train", "tokenizer_config.json"),
+    ],
+)
 def test_code_of_a_model_is_not_run(
     here: Path, capsys: pytest.CaptureFixture[str], use: str, name: str
 ) -> None:

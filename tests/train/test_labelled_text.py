@@ -154,160 +154,57 @@ def test_a_label_is_the_same_in_every_format(spelt: str) -> None:
 
 
 FORM = 'each line holds {"text": "...", "label": ...}.'
-ARRAY_FORM = 'each entry is ["text", label] or {"text": "...", "label": ...}.'
-CUT = "a character is cut in half (a lone surrogate); fix or drop it."
-WANG = "\u738b" * 50
-ODD = "\u738b\\u200b\\ud83d\\n"
-RAW = "\\u738b\u200b\\ud83d\\n"
-NO_LABEL = "a label is a number or a word."
+NO_TEXT = "is not a text and its label; each line holds {"
+LONG = f'"{"x" * 50}"'
+BAD_LINES = rf"""
+{{"text": "x"}} | {{"text": "x"}} {NO_TEXT}
+["x", 1, 2] | ["x", 1, 2] {NO_TEXT}
+{LONG} | "{"x" * 39}... {NO_TEXT}
+["\\u738b\u200b\\ud83d\\n"] | ["\u738b\\u200b\\ud83d\\n"] {NO_TEXT}
+[17, 1] | text is 17; a text is a string.
+["\u3000", 1] | text is blank; give it words or drop the row.
+["x", NaN] | label is NaN; a label is a number or a word.
+["x", " "] | label is blank; a label is
+["x", "\\ude00"] | a character is cut in half (a lone surrogate)
+["ab", "b\\u0000"] | it holds a NUL character; remove it.
+{{"\u738b": "x", "text": "y", "\u738b": "x"}} | key "\u738b" appears twice in one object
+"""
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ('{"text": "x"}', f'{{"text": "x"}} is not a text and its label; {FORM}'),
-        ("{}", f"{{}} is not a text and its label; {FORM}"),
-        ('["x"]', f'["x"] is not a text and its label; {FORM}'),
-        ('["x", 1, 2]', f'["x", 1, 2] is not a text and its label; {FORM}'),
-        ("17", f"17 is not a text and its label; {FORM}"),
-        (f'"{"x" * 50}"', f'"{"x" * 39}... is not a text and its label; {FORM}'),
-        (f'["{RAW}"]', f'["{ODD}"] is not a text and its label; {FORM}'),
-        (f'["{WANG}"]', f'["{WANG[:38]}... is not a text and its label; {FORM}'),
-        ("[17, 1]", "text is 17; a text is a string."),
-        ("[null, 1]", "text is null; a text is a string."),
-        ('["", 1]', "text is blank; give it words or drop the row."),
-        ('[" \\n\\u3000", 1]', "text is blank; give it words or drop the row."),
-        ('["x", null]', f"label is null; {NO_LABEL}"),
-        ('["x", NaN]', f"label is NaN; {NO_LABEL}"),
-        ('["x", [1, 2]]', f"label is [1, 2]; {NO_LABEL}"),
-        ('["x", " "]', f"label is blank; {NO_LABEL}"),
-        ('["so good \\ud83d", 1]', CUT),
-        ('["so good", "\\ude00"]', CUT),
-        ('["a\\u0000b", 1]', "it holds a NUL character; remove it."),
-        ('["ab", "b\\u0000"]', "it holds a NUL character; remove it."),
-    ],
-)
+@pytest.mark.parametrize(("line", "fault"), cells(BAD_LINES))
 def test_a_bad_entry_is_refused(line: str, fault: str) -> None:
     """Law: a row that is no text and label names its line, the fault and the cure."""
-    content = '["fine", 0]\n\n' + line + "\n"
-    assert refused(rows_of, "posts.jsonl", content) == f"posts.jsonl line 3: {fault}"
+    told = refused(rows_of, "a.jsonl", f'["fine", 0]\n\n{line}\n')
+    assert told.startswith(f"a.jsonl line 3: {fault}")
 
 
-def test_a_key_twice_is_refused() -> None:
-    """Law: an object with a key twice is refused, at its line, whatever the key."""
-    for key in ("text", "label", "\u738b", "id"):
-        entry = f'{{"{key}": "x", "text": "y", "label": 0, "{key}": "x"}}'
-        line = f'line 3: key "{key}" appears twice in one object; keep one of them.'
-        assert (
-            refused(rows_of, "a.jsonl", f'["fine", 0]\n\n{entry}\n')
-            == f"a.jsonl {line}"
-        )
-        assert (
-            refused(rows_of, "a.json", f'[["fine\\n", 0],\n\n{entry}]')
-            == f"a.json {line}"
-        )
+BROKEN = r"""
+a.json | [["x", 1]\n ["y", 2]] | 2 column 2: broken JSON: Expecting ',' or ']'
+a.json | [["x", 1],\n["y" 2]] | 2 column 6: broken JSON: Expecting ',' delimiter
+a.json | [["x", 1]]\n\n [] | 3 column 2: broken JSON: Extra data after the array
+a.json | {"text": "x", "label": 1}\n | 1 column 1: broken JSON: Expecting [ and all en
+a.jsonl | ["x", 1] ["y", 2] | 1 column 10: broken JSON: Extra data after the value
+a.jsonl | {"text": "x",\n "label": 1}\n | 1 column 14: broken JSON: Expecting prop
+a.csv | text,label\nx,1\n\ny\n | 4: cell count is 1, but 2 in line 1; quote a text th
+a.tsv | \nx\t1\ny\t\t1\n | 3: cell count is 3, but 2 in line 2; quote a text
+a.csv | x\ny\n | 1: text and label are two columns; begin with a header row
+a.csv | sentence,label\nx,sad\n | 1: text and label are two columns
+a.csv | text,label\nx,\n | 2: label is blank
+a.csv | x,1\n"y,2\nz,3\n | 2: unexpected end of data; end lines with line feeds
+a.csv | text,label,Text \nx,1,y\n | 1: 2 columns are named 'text'; rename all but
+a.csv | text;label\nx;y;z,1\n | 1: cells are separated by ';'; save it with ','
+a.tsv | text,label\nx;y;z,1\n | 1: cells are separated by ','; save it with '\\t'
+a.tsv | x\t1\ny\0\t2\n | 2 holds a NUL byte; save it as UTF-8
+"""
 
 
-def test_a_bad_entry_of_an_array_is_numbered() -> None:
-    """Law: in an array the line is that of the entry, and the entry is counted."""
-    content = '[["a\\n", 0], ["b", 1],\n\n  ["c"]]'
-    assert refused(rows_of, "posts.json", content) == (
-        f'posts.json line 3 entry 3: ["c"] is not a text and its label; {ARRAY_FORM}'
-    )
-
-
-NO_ARRAY = "Expecting [ and all entries; one entry a line is .jsonl"
-TOO_LONG = "a number is too long or the nesting too deep"
-NO_NAME = "Expecting property name enclosed in double quotes"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "place", "fault"),
-    [
-        ("a.json", '[["x", 1]\n ["y", 2]]', (2, 2), "Expecting ',' or ']'"),
-        ("a.json", '[["x", 1],\n["y" 2]]', (2, 6), "Expecting ',' delimiter"),
-        ("a.json", '[["x", 1],\n]', (2, 1), "Expecting value"),
-        ("a.json", '[["x", 1],', (1, 11), "Expecting value"),
-        ("a.json", '[["x", 1]', (1, 10), "Expecting ',' or ']'"),
-        ("a.json", '[["x", 1]]\n\n []', (3, 2), "Extra data after the array"),
-        ("a.json", '{"text": "x", "label": 1}\n', (1, 1), NO_ARRAY),
-        ("a.json", "", (1, 1), NO_ARRAY),
-        ("a.json", "[" * 100_000, (1, 2), TOO_LONG),
-        ("a.jsonl", '["x", 1]\n["x", ' + "9" * 5_000 + "]", (2, 1), TOO_LONG),
-        ("a.jsonl", '["x", 1]\n["y", 2', (2, 8), "Expecting ',' delimiter"),
-        ("a.jsonl", '["x", 1] ["y", 2]', (1, 10), "Extra data after the value"),
-        ("a.jsonl", '{"text": "x",\n "label": 1}\n', (1, 14), NO_NAME),
-    ],
-)
-def test_broken_json_is_located(
-    name: str, content: str, place: tuple[int, int], fault: str
-) -> None:
-    """Law: broken JSON names line and column, counted from 1 over the whole file."""
-    line, column = place
-    assert refused(rows_of, name, content) == (
-        f"{name} line {line} column {column}: broken JSON: {fault}."
-    )
-
-
-QUOTES = (
-    "end lines with line feeds, and a cell that begins with a quote with one; a quote "
-    "inside it is written twice."
-)
-HEADER = (
-    "text and label are two columns; begin with a header row that names them, or give "
-    "--text-column and --label-column."
-)
-SEE = "see --text-column and --label-column."
-TWO_COLUMNS = "{} columns are named '{}'; rename all but one."
-BLANK = "text is blank; give it words or drop the row."
-
-
-def uneven(count: int, head: int, line: int, delimiter: str) -> str:
-    """Return the fault of a row whose cells are not as many as in the first."""
-    return (
-        f"cell count is {count}, but {head} in line {line}; "
-        f"quote a text that holds {delimiter}, or fill up the row."
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "line", "fault"),
-    [
-        ("a.csv", "text,label\nx,1\n\ny\n", 4, uneven(1, 2, 1, "','")),
-        ("a.csv", "text,label\nwell, well,1\n", 2, uneven(3, 2, 1, "','")),
-        ("a.tsv", "\nx\t1\ny\t\t1\n", 3, uneven(3, 2, 2, r"'\t'")),
-        ("a.csv", "x\ny\n", 1, HEADER),
-        ("a.csv", "sentence,label\nx,sad\n", 1, HEADER),
-        ("a.csv", "\nText,emotion\nx,sad\n", 2, HEADER),
-        ("a.csv", "text,label\nx,\n", 2, f"label is blank; {NO_LABEL}"),
-        ("a.csv", "text,label\n ,1\n", 2, BLANK),
-        ("a.csv", 'x,1\n"y,2\nz,3\n', 2, f"unexpected end of data; {QUOTES}"),
-        ("a.csv", '"so" he,1\n', 1, f"',' expected after '\"'; {QUOTES}"),
-        ("a.csv", "text,label,Text \nx,1,y\n", 1, TWO_COLUMNS.format(2, "text")),
-        ("a.tsv", "\nlabel\tlabel\ttext\tlabel\n", 2, TWO_COLUMNS.format(3, "label")),
-    ],
-)
-def test_a_bad_table_is_refused(name: str, content: str, line: int, fault: str) -> None:
-    """Law: a row that does not fit its table names its line, the fault and the cure."""
-    assert refused(rows_of, name, content) == f"{name} line {line}: {fault}"
-
-
-def test_another_separator_is_named() -> None:
-    """Law: a table with other separators is refused with both, whatever its columns."""
-    of_csv, of_tsv = ("a.csv", "text;label", "','"), ("a.tsv", "text,label", "'\\t'")
-    for name, head, own in (of_csv, of_tsv):
-        path = write(name, f"{head}\nx;y;z,1\n")
-        for columns in (Columns(), Columns("review", "stars")):
-            assert refused(lambda p=path, c=columns: list(read(p, c))) == (
-                f"{name} line 1: cells are separated by {head[4]!r}; save it with "
-                f"{own}, as a {name[1:]} file has it."
-            )
+@pytest.mark.parametrize(("name", "content", "fault"), cells(BROKEN))
+def test_a_broken_file_is_located(name: str, content: str, fault: str) -> None:
+    """Law: what does not fit JSON or its table is located, lines counted from 1."""
+    assert refused(rows_of, name, content).startswith(f"{name} line {fault}")
 
 
 ACCEPTED = ".json, .jsonl, .ndjson, .csv or .tsv"
-
-
-NO_ROWS = " holds no rows; each row holds a text and a label."
 NOT_UTF8 = " line {} is not UTF-8: byte 0x{} at offset {}; save it as UTF-8."
 
 
@@ -317,14 +214,11 @@ NOT_UTF8 = " line {} is not UTF-8: byte 0x{} at offset {}; save it as UTF-8."
         ("a", "x", f": suffix '' is unknown; save it as {ACCEPTED}."),
         ("a.csv", b"x,1\ny,2\n\xba\xc3,3\n", NOT_UTF8.format(3, "ba", 8)),
         ("a.csv", b"\xef\xbb\xbfx,\xff\n", NOT_UTF8.format(1, "ff", 5)),
-        ("a.csv", b"\xff\xfet\0e\0x\0t\0", NOT_UTF8.format(1, "ff", 0)),
-        ("a.tsv", b"x\t1\ny\0\t2\n", " line 2 holds a NUL byte; save it as UTF-8 pl"),
-        ("a.json", " [ ]\n", f" holds no rows; {ARRAY_FORM}"),
+        ("a.json", "[" * 100_000, " line 1 column 2: broken JSON: a number is too lo"),
+        ("a.json", " [ ]\n", " holds no rows; each entry is"),
         ("a.jsonl", "\n \n", f" holds no rows; {FORM}"),
-        ("a.ndjson", "", f" holds no rows; {FORM}"),
-        ("a.csv", "", NO_ROWS),
-        ("a.csv", "\n\n", NO_ROWS),
-        ("a.tsv", "text\tlabel\n", NO_ROWS),
+        ("a.csv", "", " holds no rows; each row holds a text and a"),
+        ("a.csv", "text,label\n", " holds no rows; each row holds a text and a"),
     ],
 )
 def test_a_bad_file_is_refused(name: str, content: str | bytes, fault: str) -> None:
@@ -335,14 +229,10 @@ def test_a_bad_file_is_refused(name: str, content: str | bytes, fault: str) -> N
 def test_a_text_file_is_for_entities() -> None:
     """Law: a .txt file for classes is refused with the forms that hold labels."""
     line = refused(open_store, write("notes.txt", "a b"), "classify", None)
-    assert line == (
-        "notes.txt: .txt is for --task ner; save it as .tsv (a text, a tab and its "
-        f"label in each line), or as {ACCEPTED}."
-    )
+    assert line.startswith("notes.txt: .txt is for --task ner; save it as .tsv (a te")
 
 
 NOT_THERE = r"""
-a.csv | id,stars\n1,2\n | line 1: no column is named 'review' in ["id", "stars
 a.csv | id, Reviews,stars\n1,2,3\n | line 1: no column is named 'review' in ["id
 a.tsv | \nreview\nx\n | line 2: no column is named 'stars' in\x20
 a.csv | Review,review,stars\nx,y,1\n | line 1: 2 columns are named\x20
@@ -359,4 +249,3 @@ def test_columns_that_are_not_there(name: str, content: str, message: str) -> No
     assert fault.startswith(f"{name} {message}")
     assert ("; nearest: 'Reviews'; " in fault) == ("Reviews" in content)
     assert ("lacks 'stars'; nearest: 'star'; " in fault) == ('"star"' in content)
-    assert fault.endswith((SEE, "rename all but one."))

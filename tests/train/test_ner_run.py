@@ -40,7 +40,7 @@ def settings(
     return small_settings(folder, source, lr=1e-2, epochs=8, **more)
 
 
-@pytest.fixture(scope="module", params=["O0 auto", "O1 fp16", "O2 bf16"])
+@pytest.fixture(scope="module", params=["O1 fp16", "O2 bf16"])
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:

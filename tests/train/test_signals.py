@@ -5,11 +5,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from forks import run_forked, run_ranks
+from mini_train import REASON
+from small_training import small_settings, write_letters
 
+from halfstep.checkpoint import atomic_directory
 from halfstep.train import signals
+from halfstep.train.output.run_directory import RunFolder
 from halfstep.train.signals import Stopped, StopRequest, stop_on_signals
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
@@ -126,3 +133,65 @@ def test_what_is_said(number: signal.Signals, name: str, status: int) -> None:
         f"stopped by {name} after step 3 of 9; the checkpoint is saved: go on with "
         "--resume --out 'my runs/a'"
     )
+
+
+# In the middle of an epoch: nothing done is lost
+
+PROGRAM = str(Path(__file__).parents[1] / "support" / "mini_train.py")
+STEPS = 46  # 90 texts in batches of 4, twice
+TERMINATED = 143
+STRUCK = 3
+"""Step in which the signal comes."""
+LONGEST = 300.0  # seconds, on a machine that is busy
+
+
+def settings(folder: Path, workers: int = 0) -> dict[str, Any]:
+    more = {"level": "O2", "dtype": "bf16", "epochs": 2, "batch_size": 4}
+    return small_settings(folder, write_letters(folder), workers=workers, **more)
+
+
+def words(given: dict[str, Any]) -> list[str]:
+    flags = [(f"--{name.replace('_', '-')}", str(given[name])) for name in given]
+    return ["train", *(word for pair in flags for word in pair)]
+
+
+def test_the_step_is_finished_and_saved(tmp_path: Path) -> None:
+    """Law: the status tells the signal; one line tells how to go on; all is whole.
+
+    A worker must not keep the program from ending.
+    """
+    given = settings(tmp_path, workers=1)
+    blow = ("--signal", f"{signal.SIGTERM.value}@{STRUCK}")
+    (done,) = run_forked(PROGRAM, *blow, *words(given), timeout=LONGEST)
+    folder = RunFolder(Path(given["out"]))
+    assert done.returncode == TERMINATED
+    (step,) = folder.steps()
+    assert folder.records()[-1]["step"] == step == STRUCK
+    assert done.stderr == (
+        f"halfstep: error: stopped by SIGTERM after step {step} of {STEPS}; the "
+        f"checkpoint is saved: go on with --resume --out {folder.path}\n"
+    )
+    path = folder.checkpoint_path(step)
+    atomic_directory.verify(path, atomic_directory.read(path))
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_process_that_cannot_react_ends(tmp_path: Path) -> None:
+    """Law: SIGTERM ends processes that wait for each other, too; one line says so."""
+    command = ("--block", f"1@{STRUCK}", *words(settings(tmp_path)))
+    both = run_ranks(PROGRAM, *command, timeout=60, check=False)
+    statuses = {process.returncode for process in both}
+    # The first to end makes the other lose its peer.
+    assert TERMINATED in statuses <= {TERMINATED, 1}
+    said = "".join(process.stderr for process in both)
+    assert "halfstep: error: ended by SIGTERM: this process waits for" in said
+    assert "Traceback" not in said
+
+
+def test_an_error_ends_workers_too(tmp_path: Path) -> None:
+    """Law: a step that fails ends the program, though workers heed no signal."""
+    given = settings(tmp_path, workers=1)
+    fail = ("--fail", f"0@{STRUCK}")
+    (done,) = run_forked(PROGRAM, *fail, *words(given), timeout=LONGEST)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith(f"RuntimeError: {REASON}")

@@ -88,14 +88,10 @@ def test_weights_that_are_refused() -> None:
     A class without an example has no balanced weight, and is named.
     """
     assert torch.equal(check_class_weights([0.5, 1.0, 4.0], LABELS), WEIGHTS)
-    assert refused(check_class_weights, [1.0, 2.0], LABELS) == (
-        "--class-weights holds 2 numbers for 3 classes; give one each, in the order "
-        "a, b, c."
-    )
-    assert refused(balanced_weights, LABELS, labelled(0, 2, 2)) == (
-        "--class-weights balanced: train holds no example of 'b'; give the weights "
-        "as numbers."
-    )
+    told = refused(check_class_weights, [1.0, 2.0], LABELS)
+    assert told.startswith("--class-weights holds 2 numbers for 3 classes; give one")
+    told = refused(balanced_weights, LABELS, labelled(0, 2, 2))
+    assert told.startswith("--class-weights balanced: train holds no example of 'b'")
 
 
 def test_outputs() -> None:

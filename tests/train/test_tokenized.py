@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from data_files import refused
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_corpora import classified, counting, letters_tokenizer, marked
 from small_training import same
 
-from halfstep.train.data import tokenized
 from halfstep.train.data.entity_tags import IGNORED
 from halfstep.train.data.tokenized import EncodedTexts, encode_split, tokenize
 
@@ -42,6 +41,7 @@ def labels_of(held: EncodedTexts) -> list[int]:
     return held.labels.tolist()
 
 
+@settings(max_examples=40)
 @given(st.data(), token_lists, st.integers(0, 9), st.integers(1, 9))
 def test_a_batch_is_its_slow_twin(
     data: st.DataObject, lists: list[list[int]], pad_id: int, multiple: int
@@ -113,32 +113,12 @@ def test_made_anew(tmp_path: Path) -> None:
     more = marked(tmp_path / "b.jsonl", [("ab", []), ("abb", [])], [])
     left = letters_tokenizer("ab", 9)
     left.truncation_side = "left"
-    held = [
-        encode_split(split, letters_tokenizer("ab", 9), "ner"),
-        encode_split(more, letters_tokenizer("ab", 9), "ner"),
-        encode_split(split, letters_tokenizer("a", 9), "ner"),
-        encode_split(split, letters_tokenizer("ab", 4), "ner"),
-        encode_split(split, left, "ner"),
-    ]
-    assert len({one.source for one in held}) == len(held)
+    one, shorter = letters_tokenizer("ab", 9), letters_tokenizer("ab", 4)
+    told = ((split, one), (more, one), (split, shorter), (split, left))
+    held = [encode_split(*each, "ner") for each in told]
+    assert len({each.source for each in held}) == len(held)
     assert ids_of(held[1]) == [[2, 5, 6, 3], [2, 5, 6, 6, 3]]
-    assert ids_of(held[2]) == [[2, 5, 1, 3], [2, 5, 5, 1, 3]]
-    assert ids_of(held[3]) == [[2, 5, 6, 3], [2, 5, 5, 3]]
-
-
-def test_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: how many texts are cut at a time shows nowhere."""
-    texts = [("ab" * n + "ca", [(2 * n, 2 * n + 1, "K")]) for n in range(7)]
-    split = marked(tmp_path / "a.jsonl", texts, ["K"])
-    monkeypatch.setattr(tokenized, "_CHUNK", 3)
-    tokenizer, calls = counting(letters_tokenizer("abc", 99))
-    held = encode_split(split, tokenizer, "ner")
-    assert calls == [3, 3, 1]
-    assert ids_of(held) == [[2, *[5, 6] * n, 7, 5, 3] for n in range(7)]
-    assert held.counts.tolist() == [2 * n + 2 for n in range(7)]
-    labels = held.collate(np.arange(7), 0)["labels"]
-    for n in range(7):
-        assert labels[n, 1 : 2 * n + 3].tolist() == [*[0] * 2 * n, 1, 0]
+    assert ids_of(held[2]) == [[2, 5, 6, 3], [2, 5, 5, 3]]
 
 
 @pytest.mark.parametrize("task", ["classify", "ner"])
@@ -164,7 +144,6 @@ def test_a_worker_gets_a_path(task: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
-        ("PQ", [[0, 3, 4, 1], [0, 0], [1, 1, 0]]),
         ("QP", [[0, 1, 2, 3], [0, 0], [3, 3, 0]]),
         ("XPQ", [[0, 5, 6, 3], [0, 0], [3, 3, 0]]),
     ],
@@ -234,7 +213,5 @@ def test_blanks_are_no_part_of_a_token() -> None:
     assert tokenize(Told(places), [], offsets=True) == []
     slow = Told([])
     slow.is_fast = False
-    assert refused(tokenize, slow, ["a"], offsets=True) == (
-        "Told gives no character offsets, which ner needs; use a model with a fast "
-        "tokenizer (tokenizer.json)."
-    )
+    told = refused(tokenize, slow, ["a"], offsets=True)
+    assert told.startswith("Told gives no character offsets, which ner needs; use")

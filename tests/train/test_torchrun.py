@@ -75,8 +75,6 @@ def test_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         # Processes of this machine have failed.
         (True, "1", "1", {}, True),
-        (True, "1", "2", {}, True),
-        (False, "1", "1", {}, True),
         (False, "1", "2", {}, True),
         # Machines of one launch share a name, and nothing else.
         (True, "1", "2", {"agent": "other 7"}, True),
@@ -89,10 +87,7 @@ def test_identity(monkeypatch: pytest.MonkeyPatch) -> None:
         (False, "0", "2", {}, False),
         # Another launch, perhaps later, with the same name, on the same machine.
         (True, "1", "2", {"run_id": "another"}, False),
-        (True, "1", "1", {"run_id": None}, False),
-        (False, "1", "1", {"run_id": "another"}, False),
         (True, "1", "1", {"agent": "box 8"}, False),
-        (False, "1", "1", {"agent": "box 8"}, False),
     ],
 )
 def test_started_again(
