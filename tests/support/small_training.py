@@ -26,6 +26,7 @@ from halfstep.train.step_dataset import StepBatch
 TIMED = {
     *("seconds", "examples_per_s", "train_seconds", "evaluate_seconds"),
     *("save_seconds", "tokenise_seconds", "peak_memory_bytes", "padded_share"),
+    *("ms", "time_ratio", "time_spread"),
 }
 """What of records and summaries is of one process alone, not of what was learned."""
 
@@ -156,8 +157,14 @@ def seal_again(folder: Path) -> None:
 
 
 def timeless(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return records without what time told."""
-    return [{k: v for k, v in each.items() if k not in TIMED} for each in records]
+    """Return records, and those in them, without what time told."""
+
+    def stripped(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: stripped(v) for k, v in value.items() if k not in TIMED}
+
+    return [*map(stripped, records)]
 
 
 def steps_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
