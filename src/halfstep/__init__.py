@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from halfstep.policy import Decision, Policy, Rule, levels
     from halfstep.scaling import LossScaleCollapse
     from halfstep.scaling.grad_scaler import GradScaler
-    from halfstep.scaling.per_pass import Retry
     from halfstep.scaling.step_report import StepReport
     from halfstep.session import fsdp_checkpoint as sharded
     from halfstep.session.factory import prepare
@@ -55,7 +54,6 @@ _MODULE_OF_NAME = {
     "MasterWeights": "masters",
     "Policy": "policy",
     "Probe": "diagnostics.probe",
-    "Retry": "scaling.per_pass",
     "Rule": "policy",
     "Session": "session.session",
     "StepReport": "scaling.step_report",
@@ -95,7 +93,6 @@ __all__ = [
     "MasterWeights",
     "Policy",
     "Probe",
-    "Retry",
     "Rule",
     "Session",
     "StepReport",

@@ -138,15 +138,6 @@ def test_the_rule_is_the_same_on_a_device(
             assert (one.item(), one.dtype) == (other.item(), other.dtype)
 
 
-@pytest.mark.parametrize("start", [0.25, 2.0**25])
-def test_backing_off_beyond_bounds(start: float) -> None:
-    """Law: a loaded scale beyond the bounds is not raised to them by backing off."""
-    scaler = LossScaler(ScaleRule())
-    scaler.set_state(torch.tensor(start), torch.tensor(0))
-    scaler.back_off()
-    assert scaler.state.scale.item() == (start / 2 if start > 1 else start)
-
-
 KINDS = ["fp32", "fp64", "bf16", "fp16", "complex", "conjugate", "sparse"]
 DTYPES = {
     "fp64": torch.float64,

@@ -98,16 +98,13 @@ class StepHistory:
     in_a_row: int = 0
     """Number of these steps."""
 
-    def add(
-        self, scale: float, loss: float, *, skipped: bool, overflowed: bool
-    ) -> None:
+    def add(self, scale: float, loss: float, *, skipped: bool) -> None:
         """Add one step: its scale, its loss (NaN if unknown), and the outcome."""
-        if not skipped:
-            self.losses.add(loss)
-        if overflowed:
+        if skipped:
             self.history.append(scale)
             self.in_a_row += 1
         else:
+            self.losses.add(loss)
             self.history.clear()
             self.in_a_row = 0
 
@@ -229,13 +226,9 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
 def is_collapsed(scale: float, skips_in_a_row: int, rule: ScaleRule) -> bool:
     """Return whether so many consecutive skips end the run."""
     limit = rule.max_consecutive_skips
-    too_long = limit is not None and skips_in_a_row >= limit
-    return too_long or is_stuck(scale, skips_in_a_row, rule)
-
-
-def is_stuck(scale: float, overflows_in_a_row: int, rule: ScaleRule) -> bool:
-    """Return whether steps keep overflowing at the minimum scale."""
-    if rule.backoff_factor == 1 or overflows_in_a_row < MAX_OVERFLOWS_AT_MIN_SCALE:
+    if limit is not None and skips_in_a_row >= limit:
+        return True
+    if rule.backoff_factor == 1 or skips_in_a_row < MAX_OVERFLOWS_AT_MIN_SCALE:
         return False
     # The scale is fp32: the minimum may have been rounded up.
     return scale <= rule.min_scale * (1 + 2**-23)
@@ -338,16 +331,11 @@ class CollapseMonitor:
         self._last_read_scale, self._steps_unread = scale, 0
         self._num_outdated = self._delayed.num_pending
 
-    def on_backoff(self) -> None:
-        """Record that the scale was lowered outside of a step."""
-        self._steps_unread += 1
-
     def on_step(
         self,
         rule: ScaleRule,
         scale_used: Tensor,
         state: ScaleState,
-        found_inf: Tensor,
         culprits: Callable[[], Sequence[NonFiniteParam]],
     ) -> None:
         """Record one step; only values that have arrived on the host are read.
@@ -356,7 +344,6 @@ class CollapseMonitor:
             rule: The scale's rule, with minimum and limit of skips.
             scale_used: Scale of its backward pass, shape ().
             state: State after the step.
-            found_inf: Non-zero if a pass at this scale overflowed, shape ().
             culprits: Returns the parameters with non-finite gradients; called if there
                 is something to report. `NonFiniteMarks` are read when they arrive.
 
@@ -372,7 +359,7 @@ class CollapseMonitor:
         loss, loss_sum = self._loss, self._loss_sum
         if loss is None or loss.numel() != 1 or loss.is_complex():
             loss = torch.full_like(scale_used, math.nan)
-        values = [scale_used, state.skips_in_a_row, state.scale, found_inf, loss]
+        values = [scale_used, state.skips_in_a_row, state.scale, loss]
         values.append(scale_used if loss_sum is None else loss_sum)
         self._loss_sum = None
         read_culprits = culprits
@@ -383,30 +370,27 @@ class CollapseMonitor:
             delayed_numbers = self._delayed.submit(values)
             if delayed_numbers is None:
                 return
-            numbers, marks = delayed_numbers[:6], delayed_numbers[6:]
+            numbers, marks = delayed_numbers[:5], delayed_numbers[5:]
             read_culprits = partial(self._param_readers.popleft(), marks)
             num_unread = self._delayed.num_pending
-        scale, num_skipped, next_scale, overflowed, loss_value, loss_sum_value = numbers
+        scale, num_skipped, next_scale, loss_value, loss_sum_value = numbers
         if self._num_outdated:  # it was sent before other code set the scale
             self._num_outdated -= 1
         else:
             self._last_read_scale, self._steps_unread = next_scale, num_unread
         history, skipped = self._history, bool(num_skipped)
-        history.add(scale, loss_value, skipped=skipped, overflowed=bool(overflowed))
+        history.add(scale, loss_value, skipped=skipped)
         if not math.isfinite(loss_sum_value):
             self.log.log_loss(loss_sum_value, None, "")
         self.log.steps += 1
         self._one_skip_left = False
-        if not overflowed:
+        if not skipped:
             self.log.clean_steps += 1
             self._failed_loss = None
             return
-        num_in_a_row = history.in_a_row
-        self.log.log_overflow(scale, num_in_a_row, rule, read_culprits, skipped=skipped)
+        self.log.log_overflow(scale, history.in_a_row, rule, read_culprits)
         self._check_next_skip(rule)
-        # Dropping the passes that overflow could go on forever without a skip.
-        stuck = not skipped and is_stuck(scale, num_in_a_row, rule)
-        if stuck or is_collapsed(scale, int(num_skipped), rule):
+        if is_collapsed(scale, int(num_skipped), rule):
             raise self._make_error(int(num_skipped), culprits())
 
     def _submit_names(
@@ -433,8 +417,8 @@ class CollapseMonitor:
 
     def _history_with_pending(self) -> StepHistory:
         history = copy.deepcopy(self._history)
-        for scale, skipped, _, bad, loss, *_ in self._delayed.read_pending():
-            history.add(scale, loss, skipped=bool(skipped), overflowed=bool(bad))
+        for scale, skipped, _, loss, *_ in self._delayed.read_pending():
+            history.add(scale, loss, skipped=bool(skipped))
         return history
 
     def restore(self, history: StepHistory, rule: ScaleRule) -> None:
@@ -466,13 +450,11 @@ class CollapseMonitor:
         )
         first, last = history[0], history[-1]
         scale_text = f"{first:g} to {last:g}" if first != last else f"{last:g}"
-        summary = f"{skips} steps in a row were skipped"
-        if not skips:
-            summary = f"{self._history.in_a_row} steps in a row lost a micro-batch"
         error = "" if failed is None else failed.graph_error
         graph_text = f" (graph not read: {error})" if error else ""
         message = (
-            f"{summary}, at loss scale {scale_text}. {cause_text(bad_op)} Observed: "
+            f"{skips} steps in a row were skipped, at loss scale {scale_text}. "
+            f"{cause_text(bad_op)} Observed: "
             f"{nonfinite_text or 'no such gradient is left in this process'}."
             f"{graph_text}{second_opinion(bad_op)}"
         )

@@ -24,8 +24,6 @@ from halfstep.scaling.unscale import unscale_
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch.distributed as dist
-
     from halfstep.policy.rules import Policy
     from halfstep.scaling.step_report import NonFiniteParam
 
@@ -182,8 +180,6 @@ class LossScaler:
     Args:
         rule: How the scale changes; see `ScaleRule.parse`.
         device: Device of the losses.
-        group: Ranks that share the scale and skip together. None: all ranks, which
-            must have the same gradients, as under DDP.
 
     Example:
         >>> import torch
@@ -196,16 +192,8 @@ class LossScaler:
         >>> scaler.update(found_inf)
     """
 
-    num_dropped = 0
-    """Number of dropped backward passes, always 0; `BackwardPasses` counts them."""
-
-    def __init__(
-        self,
-        rule: ScaleRule,
-        device: torch.device | str = "cpu",
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.rule, self.group = rule, group
+    def __init__(self, rule: ScaleRule, device: torch.device | str = "cpu") -> None:
+        self.rule = rule
         self.state = ScaleState.first(rule, device)
         self.monitor = CollapseMonitor(rule.init_scale)
         self.multiplies = rule.scales
@@ -287,19 +275,10 @@ class LossScaler:
             left, skips = old.hysteresis_left, old.skips_in_a_row
             self.state = ScaleState(scale, clean_steps, left, skips)
 
-    def back_off(self) -> None:
-        """Lower the scale now, to repeat the same backward pass."""
-        scale = _lowered(_wide(self.state.scale), self.rule).float()
-        zero = torch.zeros_like(self.state.clean_steps)
-        self.state = replace(self.state, scale=scale, clean_steps=zero)
-        self.monitor.on_backoff()
-
     def update(
         self,
         found_inf: Tensor,
         culprits: Callable[[], Sequence[NonFiniteParam]] = tuple,
-        *,
-        skipped: Tensor | None = None,
     ) -> None:
         """Compute the scale of the next step.
 
@@ -307,21 +286,16 @@ class LossScaler:
             found_inf: 1.0 if a gradient was non-finite, else 0.0. Shape ().
             culprits: Returns the parameters with non-finite gradients, for the message
                 of `LossScaleCollapse`.
-            skipped: Whether the step was skipped, shape (). None: as `found_inf`.
 
         Raises:
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
         before, scale_used = self.state, self.state.scale
         self.state = advance(self.state, found_inf, self.rule)
-        if skipped is not None:
-            was_skipped = (skipped > 0).to(self.state.skips_in_a_row)
-            in_a_row = self.state.skips_in_a_row * was_skipped
-            self.state = replace(self.state, skips_in_a_row=in_a_row)
         if scale_used.is_cuda and async_read.is_capturing():
             # A CUDA graph repeats its kernels, on the same tensors.
             self.state = _copy_into(before, self.state)
-        self.monitor.on_step(self.rule, scale_used, self.state, found_inf, culprits)
+        self.monitor.on_step(self.rule, scale_used, self.state, culprits)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule and the state as plain numbers. Synchronizes."""

@@ -28,7 +28,7 @@ from halfstep.numerics.norms import (
     total_norm,
 )
 from halfstep.scaling import misuse
-from halfstep.scaling.loss_scaler import LossScaler, inverse_scale
+from halfstep.scaling.loss_scaler import inverse_scale
 from halfstep.scaling.step_report import (
     Constant,
     NonFiniteMarks,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from halfstep.masters.encoding import RoundingRng
     from halfstep.masters.fused_step import Kernel
     from halfstep.scaling.loss_scale import ScaleState
-    from halfstep.scaling.per_pass import BackwardPasses
+    from halfstep.scaling.loss_scaler import LossScaler
     from halfstep.scaling.step_report import NonFiniteParam, StepReport
 
 
@@ -132,11 +132,7 @@ class OptimizerStep:
             raise misuse.foreign_gradients(backward_call)
 
     def collect(
-        self,
-        scaler: LossScaler | BackwardPasses,
-        *,
-        in_fp32: bool,
-        in_place: bool = False,
+        self, scaler: LossScaler, *, in_fp32: bool, in_place: bool = False
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return (the optimizer's parameters that have gradients, these gradients).
 
@@ -157,9 +153,7 @@ class OptimizerStep:
             pairs = masters.grads()
         return [*map(_PARAM, pairs)], [*map(_GRAD, pairs)]
 
-    def unscale(
-        self, grads: list[Tensor], scaler: LossScaler | BackwardPasses
-    ) -> Tensor:
+    def unscale(self, grads: list[Tensor], scaler: LossScaler) -> Tensor:
         """Unscale gradients unless a kernel will; compute their norm for clipping.
 
         Returns:
@@ -168,7 +162,7 @@ class OptimizerStep:
         kernel, needs_norm = self.masters.kernel, self.clip is not None
         self._inverse = self._one
         # torch's kernel writes to the gradients even if the scale is 1.
-        is_scaled = not isinstance(scaler, LossScaler) or scaler.multiplies
+        is_scaled = scaler.multiplies
         if self._uses_kernel and self._only_found_inf and kernel is not None:
             if is_scaled:
                 self._inverse = inverse_scale(scaler.state.scale)
@@ -317,7 +311,6 @@ class StepEnd:
     """1.0 if a gradient was non-finite, else 0.0, shape ()."""
     skipped: Tensor
     """1.0 if no weight was updated, else 0.0, shape ()."""
-    scaler: LossScaler | BackwardPasses
     scale_state: ScaleState
     """Of the scaler, before the step."""
     count_version: int
@@ -334,7 +327,7 @@ class AccumulationWindow:
         num_done: Micro-batches that `session.step` has counted.
         loss: Loss of the current micro-batch; None between micro-batches.
         num_contexts: Training contexts opened since the last call of `session.step`.
-        num_passes: Backward passes of unnamed losses since then.
+        num_passes: Backward passes since then.
         is_partial: A backward pass or a step is changing the gradients, or was ended
             by an exception, and the window has been dropped.
         has_gradients: The last micro-batch left gradients that the caller can clear.

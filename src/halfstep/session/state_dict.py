@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 VERSION = 3
 KEYS = (
-    *("dtype", "weights", "optimizer", "scales", "steps", "schedule"),
+    *("dtype", "weights", "optimizer", "scaler", "steps", "schedule"),
     *("parameters", "moments", "masters", "extra"),
 )
 INNER = {
