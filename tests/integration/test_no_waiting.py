@@ -67,12 +67,15 @@ def test_a_fake_gpu_refuses() -> None:
         bool(torch.ones((), device=FAKE) > 0)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [("adamw", "backoff"), ("adam", "none")])
-def test_scaler(kind: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("adamw", {}), ("adam", {"strategy": "none"}), ("adam", {"hysteresis": 2})],
+)
+def test_scaler(kind: str, more: dict[str, Any]) -> None:
     """Law: scale, unscale_, clipping, step and update of fused optimizers do not."""
     model = net(FAKE)
     optimizer = FUSED[kind](model.parameters())
-    scaler = hs.GradScaler("cpu", strategy=strategy, max_consecutive_skips=3)
+    scaler = hs.GradScaler("cpu", max_consecutive_skips=3, **more)
     for step in range(STEPS):
         assert scaler.scale(torch.empty((), device=FAKE)).device == FAKE
         fill(model)

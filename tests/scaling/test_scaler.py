@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfstep._torch import async_read
 from halfstep.errors import UserError
 from halfstep.scaling import LossScaler, ScaleRule, ScaleState, advance, unscale_
 from halfstep.scaling.collapse import is_collapsed
@@ -118,24 +117,6 @@ def test_advance_is_the_obvious_rule(
         assert numbers_of(state) == twin.numbers()
     dtypes = [getattr(state, field.name).dtype for field in fields(state)]
     assert dtypes == [torch.float32, torch.int32, torch.int32, torch.float32]
-
-
-@given(
-    *(rules(), flags, st.sampled_from([0.25, 1.0, 4.0]), st.integers(0, 5)),
-)
-def test_the_rule_is_the_same_on_a_device(
-    rule: ScaleRule, trace: list[float], beyond: float, clean: int
-) -> None:
-    """Law: selections between tensors, as on a GPU, give what a CPU's numbers give."""
-    here = there = begun(rule, beyond, clean)
-    for flag in trace:
-        here = advance(here, torch.tensor(flag), rule)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(async_read, "READABLE_DEVICES", frozenset())
-            there = advance(there, torch.tensor(flag), rule)
-        for field in fields(ScaleState):
-            one, other = getattr(here, field.name), getattr(there, field.name)
-            assert (one.item(), one.dtype) == (other.item(), other.dtype)
 
 
 KINDS = ["fp32", "fp64", "bf16", "fp16", "complex", "conjugate", "sparse"]

@@ -317,12 +317,7 @@ class CollapseMonitor:
         )
 
     def may_be_below_one(self, rule: ScaleRule) -> bool:
-        """Return whether the scale may be below 1, given the values read so far.
-
-        Unscaling then enlarges gradients and can itself overflow.
-        """
-        if rule.min_scale >= 1:
-            return False
+        """Return whether the scale may be below 1, given the values read so far."""
         lowest = self._last_read_scale * rule.backoff_factor**self._steps_unread
         return lowest < 1 or self._is_captured or async_read.is_capturing()
 

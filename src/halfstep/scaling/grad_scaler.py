@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -120,18 +121,19 @@ class GradScaler(TorchGradScaler):
         if self._guards_only and max_consecutive_skips is None:
             max_consecutive_skips = 50  # there is no minimum scale to end such a run
         self._init_scale = 1.0 if self._guards_only else init_scale
-        self._bounds: dict[str, Any] = {
-            "init_scale": self._init_scale,
-            "min_scale": _MIN_SCALE if min_scale is None else min_scale,
-            "max_scale": FP32_MAX if max_scale is None else max_scale,
-            "hysteresis": hysteresis,
-            "refill": refill,
-            "max_consecutive_skips": max_consecutive_skips,
-        }
-        self._factors = growth_factor, backoff_factor, growth_interval
-        self._loss_scaler = LossScaler(self._rule() if self._enabled else ScaleRule())
+        rule = ScaleRule()
+        if enabled:
+            rule = ScaleRule(
+                self._init_scale,
+                min_scale=_MIN_SCALE if min_scale is None else min_scale,
+                max_scale=FP32_MAX if max_scale is None else max_scale,
+                hysteresis=hysteresis,
+                refill=refill,
+                max_consecutive_skips=max_consecutive_skips,
+                **self._factors(),
+            )
+        self._loss_scaler = LossScaler(rule)
         self._group = process_group
-        self._host_scale = grad_scaler_step.HostScale()
         self._scaled = False
         self._stepped_grads: list[OptimizerGrads] = []
         self._last_grads: list[OptimizerGrads] = []
@@ -151,14 +153,13 @@ class GradScaler(TorchGradScaler):
         """
         return self._last_step
 
-    def _rule(self) -> ScaleRule:
-        growth, backoff, interval = self._factors
-        return ScaleRule(
-            growth_factor=1.0 if self._guards_only else growth,
-            backoff_factor=1.0 if self._guards_only else backoff,
-            growth_interval=interval,
-            **self._bounds,
-        )
+    def _factors(self) -> dict[str, Any]:
+        """Return the fields of the rule that torch's setters can change."""
+        return {
+            "growth_factor": 1.0 if self._guards_only else self._growth_factor,
+            "backoff_factor": 1.0 if self._guards_only else self._backoff_factor,
+            "growth_interval": self._growth_interval,
+        }
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """Make torch's tensors, and the loss scaler of them."""
@@ -169,18 +170,15 @@ class GradScaler(TorchGradScaler):
         self._loss_scaler.state = ScaleState(scale, clean, left, skips)
 
     def _synced_scaler(self) -> LossScaler:
-        """Return the loss scaler, synchronized with torch's attributes."""
+        """Return the loss scaler, with what torch's code has set."""
         scale, clean = self._check_scale_growth_tracker("update")
-        factors = self._growth_factor, self._backoff_factor, self._growth_interval
-        if factors != self._factors:
-            self._factors = factors
-            self._loss_scaler.rule = self._rule()
-        main = self._loss_scaler
-        set_to = self._host_scale.poll(scale, self._init_scale)
-        if set_to is not None:
-            main.monitor.on_external_set(set_to)
-        main.set_state(scale, clean)
-        return main
+        scaler, factors = self._loss_scaler, self._factors()
+        if not factors.items() <= vars(scaler.rule).items():
+            scaler.rule = replace(scaler.rule, **factors)
+        if scale is not scaler.state.scale or clean is not scaler.state.clean_steps:
+            scaler.set_state(scale, clean)
+            scaler.monitor.on_external_set()
+        return scaler
 
     def scale(self, outputs: Any) -> Any:
         """Return the outputs times the loss scale.
@@ -208,15 +206,6 @@ class GradScaler(TorchGradScaler):
         if self.call_order_watch is not None and async_read.is_capturing():
             self.call_order_watch = None
         return self.call_order_watch
-
-    def _write_torch_state(self, main: LossScaler) -> None:
-        """Write scale and counter to torch's attributes."""
-        scale, clean = self._check_scale_growth_tracker("update")
-        if main.state.scale is not scale:
-            scale.copy_(main.state.scale)
-            clean.copy_(main.state.clean_steps)
-            main.set_state(scale, clean)
-            self._host_scale.mark_written(scale)
 
     def _name_of(self, param: Tensor) -> str:
         return name_of(param, optimizers_of(self._last_grads))
@@ -269,11 +258,10 @@ class GradScaler(TorchGradScaler):
                 raise misuse.fp16_gradients(optimizer)
             coalesce(optimizer)
             gradients = gradients_of(optimizer)
-        main = self._loss_scaler
-        recheck = main.monitor.may_be_below_one(main.rule)
-        checked = gradients
+        scaler = self._synced_scaler()
+        recheck, checked = scaler.may_be_below_one, gradients
         if recheck and allow_fp16:  # a fused kernel divides, and does not check again
-            checked = unscale.divided_copies(gradients, main.state.scale)
+            checked = unscale.divided_copies(gradients, scaler.state.scale)
             dtypes = unscale.dtypes_of(checked)
         flags = unscale.unscale_by_device_(checked, inv_scale, dtypes, recheck=recheck)
         state = self._per_optimizer_states[id(optimizer)]
@@ -322,9 +310,8 @@ class GradScaler(TorchGradScaler):
                 self, closure, optimizer, state, *args, **kwargs
             )
         elif fused_optimizers.handles_found_inf(optimizer):
-            self._synced_scaler()  # the caller may have set the scale
             result = grad_scaler_step.step_fused(
-                self, optimizer, state, self._host_scale, *args, **kwargs
+                self, optimizer, state, *args, **kwargs
             )
         else:
             if state["stage"] is OptState.READY:
@@ -375,14 +362,15 @@ class GradScaler(TorchGradScaler):
             watch.on_update()
             if watch.is_over:
                 self.call_order_watch = None
-        main = self._synced_scaler()
-        states = list(self._per_optimizer_states.values())
+        scaler = self._synced_scaler()
+        states = self._per_optimizer_states.values()
         flags = found_inf_reduction.reduced_flags(*states)
-        scale_used = main.state.scale.clone()
+        scale_used = scaler.state.scale.clone()  # changed in place below
         if new_scale is not None:
             # torch accepts no int; it does not reset its growth counter here.
             is_int = isinstance(new_scale, int)
             super().update(float(new_scale) if is_int else new_scale)
+            scaler.monitor.on_external_set()
         elif not flags:
             stepped = optimizers_of(self._stepped_grads)
             reasons = map(misuse.why_no_gradients, stepped)
@@ -403,29 +391,26 @@ class GradScaler(TorchGradScaler):
             )
         try:
             if new_scale is None:
-                # In a capture `LossScaler.update` changes torch's tensors in place.
-                if not async_read.is_capturing():
-                    main.set_state(scale_used, main.state.clean_steps)
-                self._update_scale(main, found_inf)
+                self._update_scale(scaler, found_inf)
         finally:
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
             self._scaled = False
 
-    def _update_scale(self, main: LossScaler, found_inf: Tensor) -> None:
-        low, high = self._bounds["min_scale"], self._bounds["max_scale"]
-        self._host_scale.mark_multiplied((*self._factors[:2], low, high))
+    def _update_scale(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Apply the rule, in torch's tensors: a CUDA graph may hold them."""
         culprits: Callable[[], tuple[NonFiniteParam, ...]]
         culprits = partial(remaining_nonfinite, self._last_grads)
-        if main.monitor.needs_names(found_inf.device):
+        if scaler.monitor.needs_names(found_inf.device):
             pairs = [p for part in self._last_grads for p in part.gradients() or ()]
             if pairs:
                 names, grads = zip(*pairs, strict=True)
                 marks = nonfinite_marks(grads, absmax_of(grads))
                 culprits = NonFiniteMarks(names, marks)
+        state = scaler.state
         try:
-            main.update(found_inf, culprits)
+            scaler.update(found_inf, culprits)
         finally:
-            self._write_torch_state(main)
+            scaler.state = state.copy_(scaler.state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries, and one more that torch's `load` ignores.
@@ -471,7 +456,6 @@ class GradScaler(TorchGradScaler):
                 "given the group."
             )
         return state | {
-            "_host_scale": grad_scaler_step.HostScale(),
             "_last_grads": [],
             "call_order_watch": None,
             "_last_step": self._last_step.read(),

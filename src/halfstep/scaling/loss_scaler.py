@@ -1,4 +1,4 @@
-"""`LossScaler` scales losses and unscales gradients; `advance` updates the scale."""
+"""`LossScaler` scales losses, unscales gradients, and updates the scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halfstep.scaling.collapse import (
     LossHistory,
     StepHistory,
 )
-from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule, ScaleState
+from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
 from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
@@ -26,150 +26,6 @@ if TYPE_CHECKING:
 
     from halfstep.policy.rules import Policy
     from halfstep.scaling.step_report import NonFiniteParam
-
-
-def advance(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> ScaleState:
-    """Return the state after a step that did or did not overflow.
-
-    It does not synchronize: the rule is a few selections on the device.
-
-    With s the scale, c the clean steps, h the hysteresis left, and s' the next s::
-
-        overflow, h > 1          s' = s                         c' = 0       h' = h - 1
-        overflow, h <= 1         s' = max(s * backoff, floor)   c' = 0       h' = h
-        clean, c + 1 >= window   s' = min(s * growth, ceiling)  c' = 0       h' = full
-        clean                    s' = s                         c' = c + 1   h' = h
-
-    With refill "clean", h' = full in the last line too.
-
-    Growth needs "at least" `growth_interval` clean steps, not "exactly" as in torch: an
-    interval that is shortened during a run would otherwise end growth.
-
-    Args:
-        state: Before the step; not changed.
-        found_inf: Non-zero if a gradient on any rank held inf or NaN. Shape ().
-        rule: Factors, interval and bounds.
-
-    Example:
-        >>> rule = ScaleRule(init_scale=8.0, growth_interval=2)
-        >>> state = ScaleState.first(rule)
-        >>> for flag in (0.0, 1.0, 0.0, 0.0):
-        ...     state = advance(state, torch.tensor(flag), rule)
-        ...     print(state.scale.item(), state.clean_steps.item())
-        8.0 1
-        4.0 0
-        4.0 1
-        8.0 0
-
-    References:
-        Micikevicius et al., "Mixed Precision Training", ICLR 2018: why to scale.
-        torch.amp.GradScaler: growth and back-off. Megatron-LM: hysteresis.
-    """
-    if state.scale.device.type in async_read.READABLE_DEVICES:
-        # Reading is free, and thirty tensor operations on one number cost more than
-        # checking a thousand gradients.
-        return _advance_on_host(state, bool(found_inf), rule)
-    # "cpu" for tests that pretend that it is not readable.
-    has_kernel = state.scale.device.type in {"cpu", "cuda"}
-    if has_kernel and rule.hysteresis == 1:
-        return _advance_by_kernel(state, found_inf, rule)
-    overflowed = found_inf.to(state.scale.device) > 0
-    scale = _wide(state.scale)
-    left, holds = state.hysteresis_left, state.hysteresis_left > 1
-    clean = torch.where(overflowed, 0, state.clean_steps + 1)
-    grow = clean >= _int32(rule.growth_interval)
-    higher = scale * rule.growth_factor
-    # As in torch, the scale does not grow beyond fp32. A loaded scale may be below the
-    # minimum or above the maximum.
-    grown = torch.maximum(higher.clamp(max=rule.max_scale), scale)
-    clean_scale = torch.where(grow & (higher <= FP32_MAX), grown, scale)
-    lower = torch.where(holds, scale, _lowered(scale, rule))
-    left = left - (overflowed & holds).int()
-    refilled = ~overflowed if rule.refill == "clean" else grow
-    return ScaleState(
-        torch.where(overflowed, lower, clean_scale).float(),
-        torch.where(grow, 0, clean).to(torch.int32),
-        torch.where(refilled, rule.hysteresis, left).to(torch.int32),
-        torch.where(overflowed, state.skips_in_a_row + 1, 0.0),
-    )
-
-
-def _wide(scale: Tensor) -> Tensor:
-    """Return a scale in double, to round once, as torch's kernel; MPS has no double."""
-    return scale if scale.is_mps else scale.double()
-
-
-def _lowered(scale: Tensor, rule: ScaleRule) -> Tensor:
-    """Return the scale after an overflow; below the minimum it stays."""
-    return torch.minimum((scale * rule.backoff_factor).clamp(min=rule.min_scale), scale)
-
-
-def _int32(number: int) -> int:
-    return min(number, 2**31 - 1)
-
-
-def _copy_into(state: ScaleState, new: ScaleState) -> ScaleState:
-    for field in fields(ScaleState):
-        getattr(state, field.name).copy_(getattr(new, field.name))
-    return state
-
-
-def _advance_by_kernel(
-    state: ScaleState, found_inf: Tensor, rule: ScaleRule
-) -> ScaleState:
-    """Return `advance`'s state by torch's kernel, in a third of the launches."""
-    # The kernel writes to it; `data` has a version counter of its own.
-    is_fixed = rule.growth_factor == rule.backoff_factor == 1
-    scale = state.scale.data if is_fixed else state.scale.clone()
-    interval = _int32(rule.growth_interval)
-    clean = state.clean_steps.clamp(max=interval - 1)
-    flag = found_inf.to(scale)
-    torch._amp_update_scale_(
-        scale, clean, flag, rule.growth_factor, rule.backoff_factor, interval
-    )
-    if not is_fixed:
-        # A loaded scale may be below the minimum or above the maximum.
-        lowest = state.scale.clamp(max=rule.min_scale)
-        highest = None
-        if rule.max_scale < FP32_MAX:
-            highest = state.scale.clamp(min=rule.max_scale)
-        scale.clamp_(lowest, highest)
-    flag = flag.sign()
-    skips = torch.addcmul(flag, flag, state.skips_in_a_row)
-    new_scale = state.scale if is_fixed else scale
-    return ScaleState(new_scale, clean, state.hysteresis_left, skips)
-
-
-def _advance_on_host(
-    state: ScaleState, overflowed: bool, rule: ScaleRule
-) -> ScaleState:
-    """Return `advance`'s state by Python numbers; unchanged tensors are reused."""
-    scale, skips = state.scale.item(), state.skips_in_a_row
-    if not overflowed:
-        clean = state.clean_steps.item() + 1
-        grow = clean >= rule.growth_interval
-        next_scale, left = scale, state.hysteresis_left
-        if grow and scale * rule.growth_factor <= FP32_MAX:
-            next_scale = max(min(scale * rule.growth_factor, rule.max_scale), scale)
-        if (grow or rule.refill == "clean") and left.item() != rule.hysteresis:
-            left = left.new_tensor(rule.hysteresis)
-        if skips.item():
-            skips = skips.new_tensor(0)
-        clean = 0 if grow else clean
-    else:
-        clean, next_scale = 0, scale
-        left = state.hysteresis_left
-        if left.item() > 1:
-            left = left - 1
-        else:
-            next_scale = min(max(scale * rule.backoff_factor, rule.min_scale), scale)
-        skips = skips + 1
-    return ScaleState(
-        state.scale if next_scale == scale else state.scale.new_tensor(next_scale),
-        state.clean_steps.new_tensor(clean),
-        left,
-        skips,
-    )
 
 
 class LossScaler:
@@ -256,16 +112,17 @@ class LossScaler:
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide gradients by the scale in place; return 1.0 if any is non-finite."""
-        recheck = self.monitor.may_be_below_one(self.rule)
-        return unscale_(gradients, inverse_scale(self.state.scale), recheck=recheck)
+        inverse = inverse_scale(self.state.scale)
+        return unscale_(gradients, inverse, recheck=self.may_be_below_one)
 
     @property
-    def needs_only_found_inf(self) -> bool:
-        """Whether a check of the scaled gradients is enough.
-
-        It is not with a scale below 1, where unscaling itself can overflow.
-        """
-        return self.rule.min_scale >= 1 or not self.monitor.may_be_below_one(self.rule)
+    def may_be_below_one(self) -> bool:
+        """Whether the scale may be below 1: then unscaling can itself overflow."""
+        if self.rule.min_scale >= 1:
+            return False
+        if self.state.scale.device.type in async_read.READABLE_DEVICES:
+            return self.state.scale.item() < 1
+        return self.monitor.may_be_below_one(self.rule)
 
     def set_state(self, scale: Tensor, clean_steps: Tensor) -> None:
         """Set the scale and the count of steps without overflow."""
@@ -290,12 +147,9 @@ class LossScaler:
         Raises:
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
-        before, scale_used = self.state, self.state.scale
-        self.state = advance(self.state, found_inf, self.rule)
-        if scale_used.is_cuda and async_read.is_capturing():
-            # A CUDA graph repeats its kernels, on the same tensors.
-            self.state = _copy_into(before, self.state)
-        self.monitor.on_step(self.rule, scale_used, self.state, culprits)
+        before = self.state
+        self.state = advance(before, found_inf, self.rule)
+        self.monitor.on_step(self.rule, before.scale, self.state, culprits)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule and the state as plain numbers. Synchronizes."""

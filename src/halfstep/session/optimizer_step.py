@@ -147,7 +147,7 @@ class OptimizerStep:
             and not fused_step.why_not_fused(masters.optimizer)
             and fused_step.can_read([*map(_GRAD, pairs)])
         )
-        self._only_found_inf = scaler.needs_only_found_inf and not in_place
+        self._only_found_inf = not (scaler.may_be_below_one or in_place)
         if not (self._uses_kernel and self._only_found_inf) and not in_fp32:
             masters.accumulate_grads()
             pairs = masters.grads()
