@@ -398,8 +398,8 @@ def through_file(state: Any) -> Any:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *((field, "missing") for field in ("applied", "begun", "history", "in_a_row")),
-        *(("applied", -1), ("applied", 1.5), ("begun", None), ("in_a_row", "2")),
+        *((field, "missing") for field in ("applied", "begun", "history")),
+        *(("applied", -1), ("applied", 1.5), ("begun", None)),
         *(("history", 3), ("history", [0.0]), ("history", [INF])),
     ],
 )
@@ -407,7 +407,7 @@ def test_a_broken_memory(field: str, value: object) -> None:
     """Law: what is remembered of the steps is whole and of its type, or refused."""
     scaler = LossScaler(ScaleRule())
     before, state = scaler.state_dict(), scaler.state_dict()
-    state["watch"] |= {"applied": 2, "begun": True, "history": [8.0], "in_a_row": 1}
+    state["watch"] |= {"applied": 2, "begun": True, "history": [8.0]}
     words = rf"^watch\['{field}'\]="
     if value == "missing":
         del state["watch"][field]

@@ -251,7 +251,7 @@ def test_state_round_trip() -> None:
     state = scaler.state_dict()
     # Two clean steps gave back what two overflows took; the next two left one.
     own = {"scale": 64.0, "clean_steps": 5, "hysteresis_left": 1, "skips_in_a_row": 2}
-    watch = {"applied": 2, "begun": True, "history": [64.0, 64.0], "in_a_row": 2}
+    watch = {"applied": 2, "begun": True, "history": [64.0, 64.0]}
     assert state == asdict(RULE) | own | {"watch": watch}
     limitless = LossScaler(replace(RULE, max_consecutive_skips=None)).state_dict()
     assert limitless.keys() == state.keys() - {"max_consecutive_skips"}

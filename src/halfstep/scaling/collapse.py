@@ -93,20 +93,16 @@ class StepHistory:
     """Statistics of the steps so far."""
 
     losses: LossHistory = field(default_factory=LossHistory)
-    history: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-    """Loss scales of the consecutive steps that overflowed last, at most 64."""
-    in_a_row: int = 0
-    """Number of these steps."""
+    scales: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    """Loss scales of the consecutive skipped steps, at most 64."""
 
     def add(self, scale: float, loss: float, *, skipped: bool) -> None:
         """Add one step: its scale, its loss (NaN if unknown), and the outcome."""
         if skipped:
-            self.history.append(scale)
-            self.in_a_row += 1
+            self.scales.append(scale)
         else:
             self.losses.add(loss)
-            self.history.clear()
-            self.in_a_row = 0
+            self.scales.clear()
 
     def data(self) -> dict[str, Any]:
         """Return plain values, without losses.
@@ -116,8 +112,7 @@ class StepHistory:
         return {
             "applied": self.losses.applied,
             "begun": self.losses.from_first_step,
-            "history": [*self.history],
-            "in_a_row": self.in_a_row,
+            "history": [*self.scales],
         }
 
     @classmethod
@@ -133,16 +128,14 @@ class StepHistory:
                 raise UserError(
                     f"loss-scale state's 'watch' has no {name!r}; it holds {[*data]}."
                 )
-        for name in ("applied", "in_a_row"):
-            is_valid = type(data[name]) is int and data[name] >= 0
-            require(f"watch[{name!r}]", data[name], is_valid, "a number of steps, >= 0")
-        from_first_step, history = data["begun"], data["history"]
-        is_valid = isinstance(from_first_step, bool)
-        require("watch['begun']", from_first_step, is_valid, "True or False")
-        is_valid = isinstance(history, list) and all(map(_is_scale, history))
-        require("watch['history']", history, is_valid, "a list of finite numbers > 0")
-        losses = LossHistory(applied=data["applied"], from_first_step=data["begun"])
-        return cls(losses, deque(data["history"], maxlen=64), data["in_a_row"])
+        applied, begun, scales = data["applied"], data["begun"], data["history"]
+        is_valid = type(applied) is int and applied >= 0
+        require("watch['applied']", applied, is_valid, "a number of steps, >= 0")
+        require("watch['begun']", begun, isinstance(begun, bool), "True or False")
+        is_valid = isinstance(scales, list) and all(map(_is_scale, scales))
+        require("watch['history']", scales, is_valid, "a list of finite numbers > 0")
+        losses = LossHistory(applied=applied, from_first_step=begun)
+        return cls(losses, deque(scales, maxlen=64))
 
 
 def _is_scale(value: object) -> bool:
@@ -311,10 +304,8 @@ class CollapseMonitor:
         Not on a CPU, where names are known anyway. On other devices it costs a pass
         over all gradients, so only after a step is known to have overflowed.
         """
-        return (
-            self._history.in_a_row > 0
-            and device.type not in async_read.READABLE_DEVICES
-        )
+        is_readable = device.type in async_read.READABLE_DEVICES
+        return bool(self._history.scales) and not is_readable
 
     def may_be_below_one(self, rule: ScaleRule) -> bool:
         """Return whether the scale may be below 1, given the values read so far."""
@@ -383,10 +374,11 @@ class CollapseMonitor:
             self.log.clean_steps += 1
             self._failed_loss = None
             return
-        self.log.log_overflow(scale, history.in_a_row, rule, read_culprits)
-        self._check_next_skip(rule)
-        if is_collapsed(scale, int(num_skipped), rule):
-            raise self._make_error(int(num_skipped), culprits())
+        skips = int(num_skipped)
+        self.log.log_overflow(scale, skips, rule, read_culprits)
+        self._check_next_skip(rule, skips)
+        if is_collapsed(scale, skips, rule):
+            raise self._make_error(skips, culprits())
 
     def _submit_names(
         self, culprits: Callable[[], Sequence[NonFiniteParam]], device: torch.device
@@ -399,11 +391,10 @@ class CollapseMonitor:
         self._param_readers.append(lambda _: current)
         return []
 
-    def _check_next_skip(self, rule: ScaleRule) -> None:
-        """Update whether one more step that overflows would end the run."""
-        num_in_a_row = self._history.in_a_row
-        self._one_skip_left = num_in_a_row > 0 and is_collapsed(
-            self._last_read_scale, num_in_a_row + 1, rule
+    def _check_next_skip(self, rule: ScaleRule, skips: int) -> None:
+        """Update whether one more skip after `skips` in a row would end the run."""
+        self._one_skip_left = skips > 0 and is_collapsed(
+            self._last_read_scale, skips + 1, rule
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -416,10 +407,10 @@ class CollapseMonitor:
             history.add(scale, loss, skipped=bool(skipped))
         return history
 
-    def restore(self, history: StepHistory, rule: ScaleRule) -> None:
-        """Continue from a saved history."""
+    def restore(self, history: StepHistory, rule: ScaleRule, skips: int) -> None:
+        """Continue from a saved history, after `skips` in a row."""
         self._history = history
-        self._check_next_skip(rule)
+        self._check_next_skip(rule, skips)
 
     def _make_error(
         self, skips: int, culprits: Sequence[NonFiniteParam]
@@ -427,7 +418,7 @@ class CollapseMonitor:
         failed, loss = self._failed_loss, self._loss
         if failed is None and loss is not None:
             failed = _FailedLoss(loss, 0, bool(loss.isfinite().all()), None)
-        history = self._history.history
+        scales = self._history.scales
         finite = None if failed is None else failed.finite
         bad_op = find_cause(
             None if failed is None else failed.bad_op,
@@ -436,14 +427,14 @@ class CollapseMonitor:
             finite=finite,
             is_last=failed is None or failed.loss is loss,
         )
-        bad_op = replace(bad_op, scale=history[-1])
+        bad_op = replace(bad_op, scale=scales[-1])
         inf_in = [culprit.name for culprit in culprits if culprit.inf]
         nan_in = [culprit.name for culprit in culprits if culprit.nan]
         kinds = {"inf": inf_in, "NaN": nan_in}
         nonfinite_text = "; ".join(
             f"{kind} in gradients of {first_names(n)}" for kind, n in kinds.items() if n
         )
-        first, last = history[0], history[-1]
+        first, last = scales[0], scales[-1]
         scale_text = f"{first:g} to {last:g}" if first != last else f"{last:g}"
         error = "" if failed is None else failed.graph_error
         graph_text = f" (graph not read: {error})" if error else ""
@@ -455,7 +446,7 @@ class CollapseMonitor:
         )
         return LossScaleCollapse(
             message,
-            history=tuple(history),
+            history=scales,
             loss_finite=finite,
             inf_in=inf_in,
             nan_in=nan_in,

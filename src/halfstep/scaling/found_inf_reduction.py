@@ -96,16 +96,3 @@ def reduced_flags(*states: dict[str, Any]) -> list[Tensor]:
             work.wait()
         flags += state["found_inf_per_device"].values()
     return flags
-
-
-def reduce_over_ranks(
-    tensor: Tensor, reduce_op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> Tensor:
-    """Reduce a tensor in place over ranks, so that all propose the same scale.
-
-    Why: 16-bit activation gradients and shards differ between ranks, and gradients at
-    different scales must not be averaged.
-    """
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(tensor, reduce_op, group)
-    return tensor

@@ -191,16 +191,15 @@ class LossScaler:
         log = self.monitor.log
         self.monitor = CollapseMonitor(float(loaded["scale"]))
         self.monitor.log = log
-        self.monitor.restore(_history_from(state), self.rule)
+        skips = int(state["skips_in_a_row"])
+        self.monitor.restore(_history_from(state), self.rule, skips)
 
 
 def _history_from(state: dict[str, Any]) -> StepHistory:
-    """Return the history in a state; older states have only the number of skips."""
+    """Return the history in a state; other libraries' states have none."""
     if "watch" in state:
         return StepHistory.from_data(state["watch"])
-    return StepHistory(
-        LossHistory(from_first_step=False), in_a_row=state["skips_in_a_row"]
-    )
+    return StepHistory(LossHistory(from_first_step=False))
 
 
 def inverse_scale(scale: Tensor) -> Tensor:

@@ -53,11 +53,6 @@ class SkipLog:
         self._streak_starts: deque[int] = deque(maxlen=MIN_FREQUENT)
         """Steps at which the last runs of consecutive skips began."""
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether a non-finite loss has been reported."""
-        return self._losses > 0
-
     def log_overflow(
         self,
         scale: float,
