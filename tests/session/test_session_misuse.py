@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import pickle
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,18 +100,11 @@ def test_clipping_by_hand_without_a_scale(kind: str) -> None:
 
 
 def test_a_plain_loop_at_o1_fp16() -> None:
-    """Law: a step without a loss scale says once what to call; a scaled one raises.
-
-    The search for the caller keeps no tensor of the caller's alive.
-    """
+    """Law: a step without a loss scale says once what to call; a scaled one raises."""
     session = build("O1 fp16")
     loss_of(session).backward()
-    tensor = torch.zeros(1)
-    reference = weakref.ref(tensor)
     with pytest.warns(UserWarning, match=r"^optimizer\.step\(\) .*session\.backward"):
         session.optimizer.step()
-    del tensor
-    assert reference() is None
     session.optimizer.step()  # said once
     session.zero_grad()
     session.backward(loss_of(session))
@@ -506,18 +498,6 @@ def test_a_loss_with_a_weight(factor: Tensor | float) -> None:
     session.step()
     session.backward((loss_of(session) * factor).sum() / 3)
     assert session.step().complete
-
-
-@pytest.mark.parametrize("make", [torch.amp.GradScaler, hs.GradScaler])
-def test_a_step_of_a_disabled_scaler(
-    make: Callable[..., torch.amp.GradScaler],
-) -> None:
-    """Law: the error about `optimizer.step()` names the scaler that called it."""
-    session = build("O1 fp16")
-    session.backward(loss_of(session))
-    words = r"^scaler\.step\(optimizer\) was called .* session\.step"
-    with pytest.raises(UserError, match=words):
-        make("cpu", enabled=False).step(session.optimizer)
 
 
 def test_clipping_of_another_model() -> None:

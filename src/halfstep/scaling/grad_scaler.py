@@ -20,8 +20,9 @@ from halfstep._torch.optimizer_params import (
 )
 from halfstep.errors import require
 from halfstep.numerics.norms import absmax_of, nonfinite_marks
-from halfstep.scaling import found_inf_reduction, grad_scaler_step, misuse, unscale
+from halfstep.scaling import grad_scaler_step, misuse, unscale
 from halfstep.scaling.call_order import CallOrderWatch
+from halfstep.scaling.found_inf_reduction import reduce_found_inf, reduction_groups
 from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule, ScaleState
 from halfstep.scaling.loss_scaler import LossScaler, inverse_scale
 from halfstep.scaling.step_report import (
@@ -264,15 +265,11 @@ class GradScaler(TorchGradScaler):
             checked = unscale.divided_copies(gradients, scaler.state.scale)
             dtypes = unscale.dtypes_of(checked)
         flags = unscale.unscale_by_device_(checked, inv_scale, dtypes, recheck=recheck)
-        state = self._per_optimizer_states[id(optimizer)]
-        return found_inf_reduction.start_reduction(
-            flags, found_inf, gradients, self._group, state
-        )
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        state = self._per_optimizer_states[id(optimizer)]
-        found_inf_reduction.reduced_flags(state)
-        return state["found_inf_per_device"]  # type: ignore[no-any-return]
+        if not reduction_groups(gradients, self._group):
+            return flags
+        # A rank without gradients must take part, or the others hang.
+        flag = unscale.max_flag([found_inf, *flags.values()], found_inf.device)
+        return {flag.device: reduce_found_inf(flag, gradients, self._group)}
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer unless its gradients hold inf or NaN.
@@ -316,7 +313,7 @@ class GradScaler(TorchGradScaler):
         else:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            if not found_inf_reduction.reduced_flags(state):
+            if not state["found_inf_per_device"]:
                 raise misuse.no_gradients(optimizer)
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"], state["where"] = OptState.STEPPED, misuse.caller()
@@ -364,7 +361,7 @@ class GradScaler(TorchGradScaler):
                 self.call_order_watch = None
         scaler = self._synced_scaler()
         states = self._per_optimizer_states.values()
-        flags = found_inf_reduction.reduced_flags(*states)
+        flags = [f for each in states for f in each["found_inf_per_device"].values()]
         scale_used = scaler.state.scale.clone()  # changed in place below
         if new_scale is not None:
             # torch accepts no int; it does not reset its growth counter here.

@@ -16,7 +16,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from halfstep._torch import fused_optimizers
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.scaling import misuse
-from halfstep.scaling.found_inf_reduction import reduced_flags
 from halfstep.scaling.unscale import max_flag
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def step_fused(
     if state["stage"] is OptState.READY:
         scaler._check_inf_per_device(optimizer)  # noqa: SLF001 -- torch's protocol
         factor = scale if factor is None else scale * factor
-    flags = reduced_flags(state)
+    flags = [*state["found_inf_per_device"].values()]
     if not flags and gradients_of(optimizer):
         # Gradients would be applied unchecked; torch raises here too, by accident.
         raise misuse.no_gradients(optimizer)
@@ -71,7 +70,7 @@ def step_with_closure(
     """Step an optimizer that evaluates the model inside; None if it was undone."""
 
     def overflowed() -> bool:
-        return any(bool(flag) for flag in reduced_flags(state))
+        return any(map(bool, state["found_inf_per_device"].values()))
 
     def evaluate() -> Any:
         state["stage"] = OptState.READY

@@ -538,9 +538,9 @@ class Session(Report):
     def _update_weights(self) -> StepReport:
         """Take one optimizer step, in five stages."""
         params, grads = self._collect_grads()
-        found_inf = self._optimizer_step.unscale(grads, self.scaler)
+        found_inf, norm = self._optimizer_step.check(grads, self.scaler)
         found_inf = reduce_found_inf(found_inf, grads, self._group)
-        end = self._clip_and_update(params, grads, found_inf)
+        end = self._clip_and_update(params, grads, found_inf, norm)
         return self._end_step(end)
 
     def _finish_in_backward(self, in_backward: OptimizerInBackward) -> StepReport:
@@ -597,12 +597,12 @@ class Session(Report):
         params: list[Tensor],
         grads: list[Tensor],
         found_inf: Tensor,
+        norm: Tensor | None,
     ) -> StepEnd:
         """Update the weights unless `found_inf` is 1; return what ends the step."""
         step = self._optimizer_step
-        on_device, norm = step.skips_on_device, step.norm
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
-        if on_device or found_inf:
+        if step.skips_on_device or found_inf:
             culprits = step.nonfinite_params(params, grads, self._name)
         report = StepReport(
             self._num_attempted + 1,
@@ -616,7 +616,7 @@ class Session(Report):
         try:
             self._step_end = end
             with self._around_update(report):
-                step.update(found_inf, on_device=on_device)
+                step.update(found_inf, norm)
         except Exception:
             self._step_end = None  # it may have updated nothing: the window is dropped
             raise
@@ -630,7 +630,7 @@ class Session(Report):
         self._num_attempted = end.report.step
         if self._num_skipped._version == end.count_version:  # noqa: SLF001
             self._num_skipped += end.skipped
-        self._optimizer_step.zero_grad()
+        self._masters.optimizer.zero_grad()  # also clears those of 16-bit weights
         if self._running_stats is not None:
             self._running_stats.restore(end.found_inf)
         if self.scaler.state is end.scale_state:
@@ -761,7 +761,7 @@ class Session(Report):
 
     def zero_grad(self) -> None:
         """Clear all gradients of the current step, including their fp32 sums."""
-        self._optimizer_step.zero_grad()
+        self._masters.optimizer.zero_grad()
         self._grad_sync.is_pending = False
         if self._in_backward is not None:
             self._in_backward.discard()
