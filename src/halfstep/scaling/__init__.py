@@ -6,8 +6,8 @@ is raised when no scale can help.
 """
 
 from halfstep.scaling.collapse import LossScaleCollapse
-from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
-from halfstep.scaling.loss_scaler import LossScaler
+from halfstep.scaling.loss_scale import ScaleRule, ScaleState
+from halfstep.scaling.loss_scaler import LossScaler, advance
 from halfstep.scaling.unscale import unscale_
 
 __all__ = [

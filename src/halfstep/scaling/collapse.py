@@ -312,9 +312,9 @@ class CollapseMonitor:
         lowest = self._last_read_scale * rule.backoff_factor**self._steps_unread
         return lowest < 1 or self._is_captured or async_read.is_capturing()
 
-    def on_external_set(self, scale: float = 0.0) -> None:
-        """Record that the scale was set by other code; 0: the value is unknown."""
-        self._last_read_scale, self._steps_unread = scale, 0
+    def on_external_set(self) -> None:
+        """Record that the scale was set by other code; its value must arrive first."""
+        self._last_read_scale, self._steps_unread = 0.0, 0
         self._num_outdated = self._delayed.num_pending
 
     def on_step(

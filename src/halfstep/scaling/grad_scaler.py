@@ -176,9 +176,7 @@ class GradScaler(TorchGradScaler):
         scaler, factors = self._loss_scaler, self._factors()
         if not factors.items() <= vars(scaler.rule).items():
             scaler.rule = replace(scaler.rule, **factors)
-        if scale is not scaler.state.scale or clean is not scaler.state.clean_steps:
-            scaler.set_state(scale, clean)
-            scaler.monitor.on_external_set()
+        scaler.set_state(scale, clean)
         return scaler
 
     def scale(self, outputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`LossScaler` scales losses, unscales gradients, and updates the scale."""
+"""`LossScaler` scales losses and unscales gradients; `advance` updates the scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halfstep.scaling.collapse import (
     LossHistory,
     StepHistory,
 )
-from halfstep.scaling.loss_scale import ScaleRule, ScaleState, advance
+from halfstep.scaling.loss_scale import ScaleRule, ScaleState
 from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
@@ -26,6 +26,62 @@ if TYPE_CHECKING:
 
     from halfstep.policy.rules import Policy
     from halfstep.scaling.step_report import NonFiniteParam
+
+
+def advance(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> ScaleState:
+    """Return the state after a step that did or did not overflow.
+
+    It does not synchronize: torch's kernel changes scale and clean steps.
+
+    With s the scale, c the clean steps, h the hysteresis left, and s' the next s::
+
+        overflow, h > 1          s' = s                         c' = 0       h' = h - 1
+        overflow, h <= 1         s' = max(s * backoff, floor)   c' = 0       h' = h
+        clean, c + 1 >= window   s' = min(s * growth, ceiling)  c' = 0       h' = full
+        clean                    s' = s                         c' = c + 1   h' = h
+
+    With refill "clean", h' = full in the last line too.
+
+    Growth needs "at least" `growth_interval` clean steps, not "exactly" as in torch: an
+    interval that is shortened during a run would otherwise end growth.
+
+    Args:
+        state: Before the step; not changed.
+        found_inf: Non-zero if a gradient on any rank held inf or NaN. Shape ().
+        rule: Factors, interval and bounds.
+
+    Example:
+        >>> rule = ScaleRule(init_scale=8.0, growth_interval=2)
+        >>> state = ScaleState.first(rule)
+        >>> for flag in (0.0, 1.0, 0.0, 0.0):
+        ...     state = advance(state, torch.tensor(flag), rule)
+        ...     print(state.scale.item(), state.clean_steps.item())
+        8.0 1
+        4.0 0
+        4.0 1
+        8.0 0
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018: why to scale.
+        torch.amp.GradScaler: growth and back-off. Megatron-LM: hysteresis.
+    """
+    interval = min(rule.growth_interval, 2**31 - 1)
+    scale = state.scale.clone()
+    clean = state.clean_steps.clamp(max=interval - 1)  # the kernel asks for equality
+    flag = found_inf.to(scale).sign()
+    torch._amp_update_scale_(
+        scale, clean, flag, rule.growth_factor, rule.backoff_factor, interval
+    )
+    # A loaded scale may be below the minimum or above the maximum.
+    lowest = state.scale.clamp(max=rule.min_scale)
+    scale.clamp_(lowest, state.scale.clamp(min=rule.max_scale))
+    left = state.hysteresis_left
+    if rule.hysteresis > 1:
+        holds = (flag > 0) & (left > 1)
+        scale = torch.where(holds, state.scale, scale)
+        refills = flag == 0 if rule.refill == "clean" else (clean == 0) & (flag == 0)
+        left = torch.where(refills, rule.hysteresis, left - holds.int())
+    return ScaleState(scale, clean, left, flag * (state.skips_in_a_row + 1))
 
 
 class LossScaler:
@@ -125,12 +181,13 @@ class LossScaler:
         return self.monitor.may_be_below_one(self.rule)
 
     def set_state(self, scale: Tensor, clean_steps: Tensor) -> None:
-        """Set the scale and the count of steps without overflow."""
+        """Set the scale and the count of steps without overflow, both of shape ()."""
         old = self.state
         if scale is not old.scale or clean_steps is not old.clean_steps:
             self.multiplies = True
             left, skips = old.hysteresis_left, old.skips_in_a_row
             self.state = ScaleState(scale, clean_steps, left, skips)
+            self.monitor.on_external_set()
 
     def update(
         self,

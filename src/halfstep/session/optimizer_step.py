@@ -379,18 +379,6 @@ class AccumulationWindow:
                 f"{self.size}: call it after each backward pass."
             )
 
-    def warn_of_changed_gradients(self) -> None:
-        """Warn that gradients were changed after a backward pass.
-
-        Clipping by hand compares the norms of scaled gradients. Multiplying them, as an
-        average over ranks does, is correct at any scale but cannot be told apart.
-        """
-        warn_caller(
-            "gradients were changed between session.backward() and session.step(), "
-            "where they are multiplied by the loss scale: to clip them, call "
-            "halfstep.prepare(..., clip_grad_norm=...) instead."
-        )
-
     def warn_if_pending(self) -> None:
         """Warn once that the weights do not include the pending micro-batches."""
         if self.num_done and not self._warned_pending:

@@ -21,7 +21,7 @@ from halfstep._torch.optimizer_params import named_parameters as optimizer_param
 from halfstep._torch.optimizer_params import params_of, unnamed
 from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import ddp
-from halfstep.errors import require_type, warn_caller
+from halfstep.errors import UserError, require_type, warn_caller
 from halfstep.machine import recommendation
 from halfstep.masters.optimizer_in_backward import OptimizerInBackward, check_norm
 from halfstep.masters.rounding_loss import RoundingLossCounter
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from halfstep.policy.rules import Policy
     from halfstep.reporting.table import Table
     from halfstep.scaling import ScaleRule
-
-    _AroundUpdate = Callable[[StepReport], contextlib.AbstractContextManager[object]]
 
 
 _logger = logging.getLogger(__name__)
@@ -144,7 +142,6 @@ class Session(Report):
             )
             self.scaler.monitor.log.consequence = "parameters left out"
         self._rounding_loss: RoundingLossCounter | None = None
-        self._around_update: _AroundUpdate = contextlib.nullcontext
         self._awaits_first_loss = True
         """Whether no loss has been given to `backward` yet."""
         self._num_attempted = 0
@@ -227,7 +224,10 @@ class Session(Report):
             self.zero_grad()
         second_pass = window.loss is not None
         if second_pass and self._in_backward is not None:
-            raise misuse.released_twice()
+            raise UserError(
+                "optimizer_in_backward=True updates weights in each backward pass: "
+                "call session.step() before the next. Add losses up into one."
+            )
         if self._awaits_first_loss:
             self._check_first_loss(loss)
         window.is_partial = True
@@ -249,7 +249,13 @@ class Session(Report):
         self._awaits_first_loss = False
         if self._contexts.is_missing:
             low = self.choice.level.low_weights
-            warn_caller(misuse.no_autocast(f"{self.choice}", low_weights=low))
+            dtype = "the dtypes of the weights" if low else "fp32"
+            warn_caller(
+                "the forward pass ran outside session.autocast(), so no rule of level "
+                f"{self.choice} applied, and without another autocast it ran in "
+                f"{dtype}. Write `with session.autocast(): loss = ...` before "
+                "session.backward(loss)."
+            )
         params = [*self._unwrapped.parameters()]
         note = recommendation.small_model_note(self.choice, params, loss)
         if note:
@@ -294,17 +300,28 @@ class Session(Report):
         return dict(zip(map(id, grads), map(_VERSION, grads), strict=True))
 
     def _warn_if_grads_changed(self) -> None:
-        """Warn once if gradients were changed since the last backward pass."""
+        """Warn once if gradients were changed since the last backward pass.
+
+        Clipping by hand compares the norms of scaled gradients. Multiplying them, as an
+        average over ranks does, is correct at any scale but cannot be told apart.
+        """
         if not self._read_grad_versions().items() <= self._grad_versions.items():
             self._checks_versions = False
-            self._window.warn_of_changed_gradients()
+            warn_caller(
+                "gradients were changed between session.backward() and session.step(), "
+                "where they are multiplied by the loss scale: to clip them, call "
+                "halfstep.prepare(..., clip_grad_norm=...) instead."
+            )
 
     def _run_backward(
         self, loss: Tensor, second_pass: bool, *, keep_graph: bool
     ) -> None:
         """Run a backward pass; the second of a micro-batch is accumulated in fp32."""
         if keep_graph and ddp.is_data_parallel(self.model):
-            raise misuse.retain_graph_under_ddp()
+            raise UserError(
+                "retain_graph=True: DDP averages gradients once for each forward pass, "
+                "so a second loss would make ranks differ. Add losses up into one."
+            )
         size = self._window.size
         scaled = self.scaler.scale(loss / size if size > 1 else loss)
         accumulator = self._contexts.grad_accumulator
@@ -396,9 +413,16 @@ class Session(Report):
             raise misuse.pass_failed(self.backward_call)
         if not window.num_pending:
             self._optimizer_step.reject_foreign_grads(self.backward_call)
-            raise misuse.grads_without_backward(call, self.backward_call)
+            raise UserError(
+                f"{call} was called without a backward pass since the last step; call "
+                f"it between {self.backward_call} and the step."
+            )
         if window.loss is None or window.num_done + 1 < window.size:
-            raise misuse.grads_in_window(call, window.num_pending, window.size)
+            raise UserError(
+                f"{call} was called in micro-batch {window.num_pending} of "
+                f"{window.size}: the gradients of a step are complete after the "
+                "backward pass of the last."
+            )
         if self.model is not self._model_without_ddp and self._grad_sync.is_pending:
             # As in `step`: fp32 sums are averaged over ranks.
             if self._checks_versions:
@@ -613,9 +637,12 @@ class Session(Report):
             culprits=culprits,
         )
         end = self._make_end(report, found_inf, found_inf)
+        measured: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._rounding_loss is not None:
+            measured = self._rounding_loss.measure(report)
         try:
             self._step_end = end
-            with self._around_update(report):
+            with measured:
                 step.update(found_inf, norm)
         except Exception:
             self._step_end = None  # it may have updated nothing: the window is dropped
@@ -769,11 +796,17 @@ class Session(Report):
 
     def __iter__(self) -> NoReturn:
         """Raise on `model, optimizer = prepare(...)`."""
-        raise misuse.session_unpacked()
+        raise TypeError(
+            "prepare() returns one Session: write session = halfstep.prepare(model, "
+            "optimizer); the model is session.model, the optimizer session.optimizer."
+        )
 
     def __reduce__(self) -> NoReturn:
         """Raise on copy and pickle: hooks would still refer to the original."""
-        raise misuse.session_copied()
+        raise UserError(
+            "a Session cannot be copied or pickled; save session.state_dict() and load "
+            "it into a session over a copy of the model."
+        )
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of "weights", "gradients", "masters" and "moments"."""
@@ -810,7 +843,6 @@ class Session(Report):
         if self._rounding_loss is not None:
             counter.last = self._rounding_loss.last
         self._rounding_loss = counter
-        self._around_update = counter.measure
 
     def lost_updates(self) -> tuple[RoundingLoss, ...]:
         """Return the last count of updates lost to rounding, by parameter group.
@@ -831,7 +863,11 @@ class Session(Report):
                 gradients.
         """
         if self._window.num_pending:
-            raise misuse.state_in_window(self._window.num_done, self.accumulate)
+            raise RuntimeError(
+                f"session.state_dict() after {self._window.num_done} of "
+                f"{self.accumulate} micro-batches, or a backward pass, would lose "
+                "their gradients; call it after a full step, or after session.flush()."
+            )
         return {
             **session_state_dict.save(self._unwrapped, self._masters, self.choice),
             "scaler": self.scaler.state_dict(),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfstep._torch.optimizer_params import params_of
 from halfstep.casting import convert_model
-from halfstep.errors import UserError, require_type, warn_caller
+from halfstep.errors import UserError, require_type
 from halfstep.numerics.formats import is_low
 from halfstep.session import fsdp
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 VERSION = 3
 KEYS = (
-    *("dtype", "weights", "optimizer", "scaler", "steps", "schedule"),
+    *("dtype", "weights", "outside", "optimizer", "scaler", "steps", "schedule"),
     *("parameters", "moments", "masters", "extra"),
 )
 INNER = {
@@ -175,7 +175,7 @@ def first_moments(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]
 
 
 def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> None:
-    """Raise if a state cannot be loaded; warn of parameters without values in it."""
+    """Raise if a state cannot be loaded."""
     if "version" not in state:
         raise UserError(
             "this is not the state of a session. Load states of a model and of an "
@@ -199,17 +199,9 @@ def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> No
     _check_weights(state["weights"], stored_tensors(model))
     _check_extra(state, model)
     _check_optimizer(state, model, masters)
-    # Earlier versions saved no such entry, or, in shards, no tensor of it.
-    outside, own = state.get("outside") or {}, _outside(model, masters)
-    if own and not outside:
-        names = ", ".join(f"{name} {tuple(own[name].shape)}" for name in own)
-        warn_caller(
-            f"the state holds no values of parameters outside the model: {names}. "
-            "They keep those they have."
-        )
-        own = {}
-    _check_weights(outside, own)
-    saved = state["weights"] | outside
+    own = _outside(model, masters)
+    _check_weights(state["outside"], own)
+    saved = state["weights"] | state["outside"]
     for name, tensor in (stored_tensors(model) | own).items():
         is_param = name in own or isinstance(tensor, nn.Parameter)
         if is_param and is_low(tensor.dtype):
@@ -361,10 +353,8 @@ def load_weights(
     masters.set_rng(saved["seed"], saved["step"])
     low = saved["low"] if saved["form"] == masters.encoding.name else {}
     master_params = masters.by_weight_id()
-    fp32_values, tensors = state["weights"], stored_tensors(model)
-    if state.get("outside"):
-        fp32_values = fp32_values | state["outside"]
-        tensors |= _outside(model, masters)
+    fp32_values = state["weights"] | state["outside"]
+    tensors = stored_tensors(model) | _outside(model, masters)
     for name, tensor in tensors.items():
         fp32_value, slot = fp32_values[name], master_params.get(id(tensor))
         if slot is None:
