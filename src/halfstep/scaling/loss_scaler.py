@@ -72,16 +72,18 @@ def advance(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> ScaleState
     torch._amp_update_scale_(
         scale, clean, flag, rule.growth_factor, rule.backoff_factor, interval
     )
-    # A loaded scale may be below the minimum or above the maximum.
-    lowest = state.scale.clamp(max=rule.min_scale)
-    scale.clamp_(lowest, state.scale.clamp(min=rule.max_scale))
+    if rule.growth_factor > rule.backoff_factor:  # otherwise it stays
+        # A loaded scale may be below the minimum or above the maximum.
+        lowest = state.scale.clamp(max=rule.min_scale)
+        scale.clamp_(lowest, state.scale.clamp(min=rule.max_scale))
     left = state.hysteresis_left
     if rule.hysteresis > 1:
         holds = (flag > 0) & (left > 1)
         scale = torch.where(holds, state.scale, scale)
         refills = flag == 0 if rule.refill == "clean" else (clean == 0) & (flag == 0)
         left = torch.where(refills, rule.hysteresis, left - holds.int())
-    return ScaleState(scale, clean, left, flag * (state.skips_in_a_row + 1))
+    skips = torch.addcmul(flag, flag, state.skips_in_a_row)  # flag is 0 or 1
+    return ScaleState(scale, clean, left, skips)
 
 
 class LossScaler:
