@@ -45,7 +45,7 @@ _NUMERIC = {
     "nonfinite": "graph optimizer_eps",
     "numerics": "exponents tensor_stats",
     "policy": "decisions levels op_tables",
-    "scaling": "per_pass scaler",
+    "scaling": "scaler",
     "session": "autocast_contexts running_stats session_grad session_traps",
 }
 NUMERIC = {

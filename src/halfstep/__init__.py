@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from halfstep.policy import Decision, Policy, Rule, levels
     from halfstep.scaling import LossScaleCollapse
     from halfstep.scaling.grad_scaler import GradScaler
-    from halfstep.scaling.per_pass import Retry
     from halfstep.scaling.step_report import StepReport
     from halfstep.session import fsdp_checkpoint as fsdp
     from halfstep.session.factory import prepare
@@ -54,7 +53,6 @@ _MODULE_OF_NAME = {
     "MasterWeights": "masters",
     "Policy": "policy",
     "Probe": "diagnostics.probe",
-    "Retry": "scaling.per_pass",
     "Rule": "policy",
     "Session": "session.session",
     "StepReport": "scaling.step_report",
@@ -94,7 +92,6 @@ __all__ = [
     "MasterWeights",
     "Policy",
     "Probe",
-    "Retry",
     "Rule",
     "Session",
     "StepReport",

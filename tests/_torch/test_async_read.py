@@ -61,22 +61,23 @@ def test_a_scale_that_may_be_below_one() -> None:
     scaler = LossScaler(ScaleRule(init_scale=4.0, min_scale=2.0**-10))
     below = []
     for _ in range(5):
-        below.append(scaler.monitor.may_be_below_one(scaler.rule))
+        below.append(scaler.may_be_below_one)
         scaler.update(torch.tensor(0.0))
     # 4, then for all we know 2, 1; then 4 arrives, of two steps ago: 1.
     assert below == [False] * 5
     scaler.update(torch.tensor(1.0))
-    assert not scaler.monitor.may_be_below_one(scaler.rule)
+    assert not scaler.may_be_below_one
     for _ in range(2):
         scaler.update(torch.tensor(1.0))
     # 2 has arrived; two steps later it may be 1/2.
-    assert scaler.monitor.may_be_below_one(scaler.rule)
+    assert scaler.may_be_below_one
     for scale, is_below in ((1024.0, False), (2.0**-9, True)):
         scaler.set_state(torch.tensor(scale), scaler.state.clean_steps)
-        scaler.monitor.on_external_set(scale)
+        below = []
         for _ in range(5):  # what was sent before the scale was set says nothing of it
+            below.append(scaler.may_be_below_one)
             scaler.update(torch.tensor(0.0))
-            assert scaler.monitor.may_be_below_one(scaler.rule) == is_below
+        assert below == [True] * 3 + [is_below] * 2
 
 
 @pytest.mark.usefixtures("slow")

@@ -70,7 +70,7 @@ def nobody(model: nn.Module) -> Parts:
 
 
 def scaled(model: nn.Module, scale: float = 2.0**8, *, drop_in: bool = False) -> Parts:
-    """Return a loop with torch's classes, or ours, whose scaler runs the pass."""
+    """Return a loop with torch's classes, or ours."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     amp: Any = hs if drop_in else torch.amp
     scaler = amp.GradScaler("cpu", init_scale=scale)
@@ -79,10 +79,7 @@ def scaled(model: nn.Module, scale: float = 2.0**8, *, drop_in: bool = False) ->
         optimizer.zero_grad()
         with amp.autocast("cpu", FP16):
             loss = model(x).float().square().mean()
-        if drop_in:
-            scaler.backward(loss, optimizer)
-        else:
-            scaler.scale(loss).backward()
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 

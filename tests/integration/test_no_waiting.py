@@ -18,8 +18,6 @@ from halfstep._torch import async_read
 from halfstep.casting import convert_model
 from halfstep.masters import fused_step
 from halfstep.masters.encoding import FP32, RoundingRng
-from halfstep.scaling import ScaleRule
-from halfstep.scaling.per_pass import BackwardPasses, LossScalers
 from halfstep.session import factory
 
 FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -69,12 +67,15 @@ def test_a_fake_gpu_refuses() -> None:
         bool(torch.ones((), device=FAKE) > 0)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [("adamw", "backoff"), ("adam", "none")])
-def test_scaler(kind: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("adamw", {}), ("adam", {"strategy": "none"}), ("adam", {"hysteresis": 2})],
+)
+def test_scaler(kind: str, more: dict[str, Any]) -> None:
     """Law: scale, unscale_, clipping, step and update of fused optimizers do not."""
     model = net(FAKE)
     optimizer = FUSED[kind](model.parameters())
-    scaler = hs.GradScaler("cpu", strategy=strategy, max_consecutive_skips=3)
+    scaler = hs.GradScaler("cpu", max_consecutive_skips=3, **more)
     for step in range(STEPS):
         assert scaler.scale(torch.empty((), device=FAKE)).device == FAKE
         fill(model)
@@ -84,23 +85,6 @@ def test_scaler(kind: str, strategy: str) -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("on_overflow", ["skip", "drop_microbatch"])
-def test_passes(on_overflow: str) -> None:
-    """Law: nor do passes that are looked at one by one, dropping the bad ones."""
-    model = net(FAKE)
-    params = list(model.parameters())
-    scales = LossScalers(ScaleRule(max_consecutive_skips=3))
-    passes = BackwardPasses(scales, hs.Retry.of(on_overflow), None)
-    names = ("", "other" if on_overflow == "skip" else "")
-    for name in names:
-        scales.get_or_create(name, FAKE)
-    for _ in range(STEPS):
-        for name in names:
-            passes.run(name, lambda _: fill(model), params)
-        passes.restore_grads()
-        passes.update(passes.unscale_(params), tuple)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16"])

@@ -231,7 +231,6 @@ EXCLUDED: dict[str, dict[str, Any]] = {
     "a loss scale: use dtype='bf16'": {"loss_scale": 8.0},
     "clip_grad_norm": {"clip_grad_norm": 1.0},
     "accumulate=2": {"accumulate": 2},
-    "on_overflow": {"on_overflow": hs.Retry(1)},
     "process_group": {"process_group": Mock(spec=torch.distributed.ProcessGroup)},
 }
 

@@ -241,23 +241,6 @@ def test_errors_of_a_closure_pass() -> None:
     same(scaled.everything(), plain.everything())
 
 
-def test_backward_inside_a_closure() -> None:
-    """Law: `scaler.backward` in a closure gives each evaluation its own gradients."""
-    plain, scaled = Problem(LBFGS), Problem(LBFGS, scaler_of())
-
-    def closure() -> Tensor:
-        scaled.optimizer.zero_grad()
-        loss: Tensor = (scaled.model(scaled.inputs) - scaled.targets).square().mean()
-        scaled.scaler.backward(loss, scaled.optimizer)
-        return loss
-
-    for _ in range(3):
-        scaled.scaler.step(scaled.optimizer, closure)
-        scaled.scaler.update()
-        plain.step()
-        same(scaled.everything(), plain.everything())
-
-
 def test_without_a_scale() -> None:
     """Law: without a scale no bit changes."""
     plain = Problem(WOLFE)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfstep._torch import async_read
 from halfstep.errors import UserError
 from halfstep.scaling import LossScaler, ScaleRule, ScaleState, advance, unscale_
 from halfstep.scaling.collapse import is_collapsed
@@ -118,33 +117,6 @@ def test_advance_is_the_obvious_rule(
         assert numbers_of(state) == twin.numbers()
     dtypes = [getattr(state, field.name).dtype for field in fields(state)]
     assert dtypes == [torch.float32, torch.int32, torch.int32, torch.float32]
-
-
-@given(
-    *(rules(), flags, st.sampled_from([0.25, 1.0, 4.0]), st.integers(0, 5)),
-)
-def test_the_rule_is_the_same_on_a_device(
-    rule: ScaleRule, trace: list[float], beyond: float, clean: int
-) -> None:
-    """Law: selections between tensors, as on a GPU, give what a CPU's numbers give."""
-    here = there = begun(rule, beyond, clean)
-    for flag in trace:
-        here = advance(here, torch.tensor(flag), rule)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(async_read, "READABLE_DEVICES", frozenset())
-            there = advance(there, torch.tensor(flag), rule)
-        for field in fields(ScaleState):
-            one, other = getattr(here, field.name), getattr(there, field.name)
-            assert (one.item(), one.dtype) == (other.item(), other.dtype)
-
-
-@pytest.mark.parametrize("start", [0.25, 2.0**25])
-def test_backing_off_beyond_bounds(start: float) -> None:
-    """Law: a loaded scale beyond the bounds is not raised to them by backing off."""
-    scaler = LossScaler(ScaleRule())
-    scaler.set_state(torch.tensor(start), torch.tensor(0))
-    scaler.back_off()
-    assert scaler.state.scale.item() == (start / 2 if start > 1 else start)
 
 
 KINDS = ["fp32", "fp64", "bf16", "fp16", "complex", "conjugate", "sparse"]
@@ -279,7 +251,7 @@ def test_state_round_trip() -> None:
     state = scaler.state_dict()
     # Two clean steps gave back what two overflows took; the next two left one.
     own = {"scale": 64.0, "clean_steps": 5, "hysteresis_left": 1, "skips_in_a_row": 2}
-    watch = {"applied": 2, "begun": True, "history": [64.0, 64.0], "in_a_row": 2}
+    watch = {"applied": 2, "begun": True, "history": [64.0, 64.0]}
     assert state == asdict(RULE) | own | {"watch": watch}
     limitless = LossScaler(replace(RULE, max_consecutive_skips=None)).state_dict()
     assert limitless.keys() == state.keys() - {"max_consecutive_skips"}

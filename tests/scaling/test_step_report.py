@@ -27,7 +27,6 @@ def report(flag: float, *, complete: bool = True) -> StepReport:
         found_inf=torch.tensor(flag),
         norm=lambda: torch.tensor(2.5),
         culprits=lambda: (NonFiniteParam("layer.weight", inf=True, nan=False),),
-        dropped=torch.tensor(2.0),
     )
 
 
@@ -53,7 +52,6 @@ def test_the_outcome(flag: float, *, complete: bool) -> None:
     assert (seen.found_inf_in, seen.inf_in, seen.nan_in) == (names, names, ())
     assert bool(asked) == skipped
     assert (seen.scale, seen.grad_norm) == (512.0, 2.5)
-    assert seen.microbatches_dropped == 2
 
 
 def test_a_report_that_was_read_needs_no_gradients() -> None:
@@ -132,12 +130,8 @@ UNKNOWN = "step 2 skipped: a gradient held inf or NaN; loss scale 1"
 PRINTED: dict[str, StepReport] = {
     "step 1 is not complete: nothing is updated yet": StepReport(0, complete=False),
     "step 7 applied: loss scale 1": StepReport(7, complete=True),
-    (
-        "step 3 applied: loss scale 512, gradient norm 2.5, micro-batches dropped: 2"
-    ): report(0.0),
-    (
-        "step 3 skipped: inf in layer.weight; loss scale 512, micro-batches dropped: 2"
-    ): report(1.0),
+    "step 3 applied: loss scale 512, gradient norm 2.5": report(0.0),
+    "step 3 skipped: inf in layer.weight; loss scale 512": report(1.0),
     "step 2 skipped: inf in a, b, c and 2 more; NaN in a; loss scale 1": StepReport(
         2, complete=True, found_inf=True, culprits=lambda: tuple(MANY)
     ),

@@ -101,7 +101,6 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
     "loss_scale": ("float decimal", ["nan", "inf", "-1", "0", 0, math.inf]),
     "clip_grad_norm": ("none float", [0, -math.inf, False, torch.tensor(1.0)]),
     "accumulate": ("", [0, -1, 2.0, np.float32(2), np.True_, torch.tensor(2.0)]),
-    "on_overflow": ("", ["drop", hs.Retry]),
     "optimizer_in_backward": ("true", ["no", 0, 1, torch.tensor(1)]),
     "scheduler": ("none", [STEP_LR, "StepLR"]),
     "named_parameters": ("none empty list dict", NAMES),
@@ -174,11 +173,6 @@ RIGHT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"clip_grad_norm": np.float32(0.5)}, {"clip_grad_norm": 0.5}),
     ({"clip_grad_norm": 1}, {"clip_grad_norm": 1.0}),
     ({"clip_grad_norm": math.inf}, {}),
-    ({"on_overflow": hs.Retry(np.int64(0))}, {"on_overflow": "skip"}),
-    (
-        {"on_overflow": hs.Retry(0, "drop_microbatch")},
-        {"on_overflow": "drop_microbatch"},
-    ),
     ({"loss_scale": np.float64(4)}, {"loss_scale": "4"}),
     ({"loss_scale": 1}, {"loss_scale": "none"}),
     ({"policy": LEAN}, {"policy": "lean"}),
@@ -198,17 +192,6 @@ def test_ways_to_say_the_same(one: dict[str, Any], other: dict[str, Any]) -> Non
         for model, given in zip(models, (one, other), strict=True)
     ]
     torch.testing.assert_close(*both, rtol=0, atol=0)
-
-
-def test_wrong_retries() -> None:
-    """Law: `Retry` takes a count and one of two words."""
-    for value in wrong_values("accumulate"):
-        if type(value) is int and value == 0:
-            continue
-        with pytest.raises(UserError, match=r"^times=.* must be "):
-            hs.Retry(value)
-        with pytest.raises(UserError, match=r"^then=.* must be 'skip' or 'drop_microb"):
-            hs.Retry(1, value)
 
 
 def test_schedulers_that_do_not_fit() -> None:

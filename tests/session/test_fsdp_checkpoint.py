@@ -84,7 +84,7 @@ def content(session: Session) -> dict[str, Any]:
         name: full_tensors(state["optimizer"]["state"].get(number, {}))
         for name, number in zip(state["parameters"], numbers, strict=True)
     }
-    words = ("steps", "scales", "parameters", "moments")
+    words = ("steps", "scaler", "parameters", "moments")
     return {
         "weights": full_tensors(state["weights"] | state["outside"]),
         "states": moments,

@@ -128,7 +128,7 @@ def by_parameter(session: Session) -> list[Any]:
 
 def state_of(session: Session) -> list[Any]:
     """Return all that the next step depends on but running statistics."""
-    return [by_parameter(session), session.state_dict()["scales"][""]["scale"]]
+    return [by_parameter(session), session.state_dict()["scaler"]["scale"]]
 
 
 def cases() -> Iterator[Any]:

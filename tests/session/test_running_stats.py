@@ -1,6 +1,5 @@
 """A skipped step leaves running statistics of batch norms as they were before it."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -93,16 +92,6 @@ def test_a_window_is_undone_as_a_whole() -> None:
     assert not go(session, 0).complete
     assert go(session, 1).applied
     assert stats(session)["1.num_batches_tracked"] == 2
-
-
-def test_a_dropped_microbatch_leaves_nothing() -> None:
-    """Law: of a step that is applied without a micro-batch, the others' stay."""
-    session = build(accumulate=3, on_overflow="drop_microbatch")
-    good = copy.deepcopy(session.model)
-    assert [go(session, number).applied for number in (0, BAD, 1)][-1]
-    for number in (0, 1):
-        good(batch(number))
-    same(stats(session), dict(good.named_buffers()))
 
 
 def test_parameters_left_out_of_an_update() -> None:

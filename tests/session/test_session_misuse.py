@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import pickle
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,7 +69,7 @@ def test_clipping_by_hand(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulate": 2}, {"on_overflow": hs.Retry(1)}, {"clip_grad_norm": 1.0}],
+    [{}, {"accumulate": 2}, {"clip_grad_norm": 1.0}],
 )
 @pytest.mark.parametrize("kind", ["O1 fp16", "O2 fp16", "O3 fp16"])
 def test_reading_and_freezing_are_no_changes(
@@ -100,18 +99,11 @@ def test_clipping_by_hand_without_a_scale() -> None:
 
 
 def test_a_plain_loop_at_o1_fp16() -> None:
-    """Law: a step without a loss scale says once what to call; a scaled one raises.
-
-    The search for the caller keeps no tensor of the caller's alive.
-    """
+    """Law: a step without a loss scale says once what to call; a scaled one raises."""
     session = build("O1 fp16")
     loss_of(session).backward()
-    tensor = torch.zeros(1)
-    reference = weakref.ref(tensor)
     with pytest.warns(UserWarning, match=r"^optimizer\.step\(\) .*session\.backward"):
         session.optimizer.step()
-    del tensor
-    assert reference() is None
     session.optimizer.step()  # said once
     session.zero_grad()
     session.backward(loss_of(session))
@@ -254,9 +246,7 @@ KINDS = pytest.mark.parametrize("kind", ["O0 fp32", "O1 fp16", "O2 bf16"])
 
 
 @KINDS
-@pytest.mark.parametrize(
-    "options", [{}, {"clip_grad_norm": 0.5}, {"on_overflow": "drop_microbatch"}]
-)
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.5}])
 def test_flush_is_a_smaller_window(kind: str, options: dict[str, Any]) -> None:
     """Law: 2 of 8 micro-batches, flushed, are a step of 2: to the bit, 8/2 is exact.
 
@@ -397,10 +387,9 @@ def break_off(session: Session) -> BaseException:
 
 
 @KINDS
-@pytest.mark.parametrize("options", [{}, {"on_overflow": "drop_microbatch"}])
-def test_a_backward_pass_that_fails(kind: str, options: dict[str, Any]) -> None:
+def test_a_backward_pass_that_fails(kind: str) -> None:
     """Law: it drops its window whole; a step has nothing then, the next pass begins."""
-    session, twin = (build(kind, accumulate=2, **options) for _ in range(2))
+    session, twin = (build(kind, accumulate=2) for _ in range(2))
     for first in (False, True):
         if not first:
             micro(session, 3)
@@ -499,16 +488,11 @@ def test_a_loss_with_a_weight(factor: Tensor | float) -> None:
     assert session.step().complete
 
 
-@pytest.mark.parametrize("make", [torch.amp.GradScaler, hs.GradScaler])
-def test_a_step_of_a_disabled_scaler(
-    make: Callable[..., torch.amp.GradScaler],
-) -> None:
-    """Law: the error about `optimizer.step()` names the scaler that called it."""
-    session = build("O1 fp16")
-    session.backward(loss_of(session))
-    words = r"^scaler\.step\(optimizer\) was called .* session\.step"
-    with pytest.raises(UserError, match=words):
-        make("cpu", enabled=False).step(session.optimizer)
+def test_clipping_of_another_model() -> None:
+    """Law: a pending window changes no call of torch's for other models."""
+    session = build("O2 bf16", accumulate=2)
+    micro(session, 0)
+    assert clip_grad_norm_([], 1.0) == 0
 
 
 def test_gradients_of_a_plain_backward() -> None:

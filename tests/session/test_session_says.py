@@ -22,10 +22,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.05)
 
 
-def go(session: Session, name: str = "") -> StepReport:
+def go(session: Session) -> StepReport:
     with session.autocast():
         loss = session.model(torch.ones(4, 6)).float().square().mean()
-    session.backward(loss, name=name)
+    session.backward(loss)
     return session.step()
 
 

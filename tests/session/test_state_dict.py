@@ -93,7 +93,7 @@ def test_any_to_any(source: str, target: str) -> None:
     clock = [session.state_dict()["masters"][key] for key in ("seed", "step")]
     assert clock == [state["masters"][key] for key in ("seed", "step")] == [0, 3]
     same_dtype = source.split()[1] == target.split()[1]
-    assert not same_dtype or session.state_dict()["scales"] == state["scales"]
+    assert not same_dtype or session.state_dict()["scaler"] == state["scaler"]
     assert all(loss < 10 for loss in train(session, 3))
 
 
@@ -187,7 +187,7 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda s: s.pop("version"),
         "this is not the state of a session. Load ",
     ),
-    "no scales": (lambda s: s.pop("scales"), "session state has no 'scales'; "),
+    "no scaler": (lambda s: s.pop("scaler"), "session state has no 'scaler'; "),
     "no clock": (
         lambda s: s["masters"].pop("step"),
         "session state has no 'masters.step'; it holds ['form', 'seed', 'low'].",
@@ -204,9 +204,9 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda s: s.update(schedule={"followed": 3}),
         "session state has no 'schedule.state'; it holds ['followed'].",
     ),
-    "half a scale": (lambda s: s["scales"][""].pop("scale"), "has no 'scale'"),
+    "half a scale": (lambda s: s["scaler"].pop("scale"), "has no 'scale'"),
     "no watch": (
-        lambda s: s["scales"][""].update(watch=None),
+        lambda s: s["scaler"].update(watch=None),
         "'watch' is of type NoneType",
     ),
     "a weight less": (

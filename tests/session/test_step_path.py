@@ -14,7 +14,7 @@ import pytest
 import halfstep
 from halfstep.masters import cpu_kernels
 
-FILES, CALLS, CROSSINGS = 16, 125, 45
+FILES, CALLS, CROSSINGS = 16, 127, 45
 
 PROGRAM = """
 import json, sys

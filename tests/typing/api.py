@@ -99,7 +99,6 @@ def every_word(model: nn.Module, group: torch.distributed.ProcessGroup) -> hs.Se
         clip_grad_norm=1.0,
         accumulate=4,
         master="fp32",
-        on_overflow=hs.Retry(2, then="drop_microbatch"),
         named_parameters=model.named_parameters(),
         process_group=group,
     )
@@ -140,9 +139,7 @@ def save_and_resume(session: hs.Session, folder: Path) -> Checkpoint:
 def drop_in(model: nn.Module, x: Tensor) -> None:
     """Replace `torch.amp`, by position and by name."""
     scaler = hs.GradScaler("cuda", 2.0**16, 2.0, 0.5, 2000, enabled=True)
-    scaler = hs.GradScaler(
-        "cpu", min_scale=1.0, hysteresis=2, on_overflow="drop_microbatch"
-    )
+    scaler = hs.GradScaler("cpu", min_scale=1.0, hysteresis=2)
     as_torchs: torch.amp.GradScaler = scaler
     optimizer = torch.optim.SGD(model.parameters())
     with hs.autocast("cuda", torch.float16, True, None) as region:  # noqa: FBT003

@@ -38,7 +38,6 @@ from halfstep.numerics import formats
 from halfstep.reporting.finding import Finding
 from halfstep.reporting.table import Report
 from halfstep.scaling import LossScaleCollapse
-from halfstep.scaling.grad_scaler import GradScaler
 from halfstep.scaling.step_report import StepReport
 
 if TYPE_CHECKING:
@@ -392,7 +391,7 @@ class CheckedSteps:
         """Check the backward passes that run inside this context."""
         # Calls of these nest; the loss is an argument of the outermost.
         owners: list[Any] = [] if self._session is None else [self._session]
-        owners += [GradScaler, torch.autograd]
+        owners += [torch.autograd]
         with self.calls.watched(), contextlib.ExitStack() as stack:
             for owner in owners:
                 backward = self._passes(owner.backward)
@@ -405,8 +404,7 @@ class CheckedSteps:
         def backward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             if self._depth or threading.get_ident() != self._thread:
                 return original(*args, **kwargs)
-            is_method = bool(args) and isinstance(args[0], GradScaler)
-            given = *args[is_method:], kwargs.get("loss", kwargs.get("tensors"))
+            given = *args, kwargs.get("loss", kwargs.get("tensors"))
             loss = given[0]
             if self._target is not None:
                 return self._capture(loss)

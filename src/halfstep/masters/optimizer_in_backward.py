@@ -26,12 +26,10 @@ def check(
     accumulate: int,
     *,
     needs_agreement: bool,
-    needs_all_gradients: bool,
 ) -> None:
     """Reject options that need all gradients of a step at once.
 
-    `needs_agreement`: ranks must agree on what is skipped. `needs_all_gradients`:
-    micro-batches may be dropped, or run again.
+    `needs_agreement`: ranks must agree on what is skipped.
     """
     why = ""
     if rule.scales:
@@ -40,8 +38,6 @@ def check(
         why = f"accumulate={accumulate}: gradients would have to stay"
     elif needs_agreement:
         why = "process_group: weights are updated before ranks can agree"
-    elif needs_all_gradients:
-        why = "on_overflow: one backward pass is the whole step; leave it out"
     if why:
         message = f"optimizer_in_backward=True updates in backward; it excludes {why}."
         raise UserError(message)

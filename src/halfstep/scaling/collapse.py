@@ -93,23 +93,16 @@ class StepHistory:
     """Statistics of the steps so far."""
 
     losses: LossHistory = field(default_factory=LossHistory)
-    history: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-    """Loss scales of the consecutive steps that overflowed last, at most 64."""
-    in_a_row: int = 0
-    """Number of these steps."""
+    scales: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    """Loss scales of the consecutive skipped steps, at most 64."""
 
-    def add(
-        self, scale: float, loss: float, *, skipped: bool, overflowed: bool
-    ) -> None:
+    def add(self, scale: float, loss: float, *, skipped: bool) -> None:
         """Add one step: its scale, its loss (NaN if unknown), and the outcome."""
-        if not skipped:
-            self.losses.add(loss)
-        if overflowed:
-            self.history.append(scale)
-            self.in_a_row += 1
+        if skipped:
+            self.scales.append(scale)
         else:
-            self.history.clear()
-            self.in_a_row = 0
+            self.losses.add(loss)
+            self.scales.clear()
 
     def data(self) -> dict[str, Any]:
         """Return plain values, without losses.
@@ -119,8 +112,7 @@ class StepHistory:
         return {
             "applied": self.losses.applied,
             "begun": self.losses.from_first_step,
-            "history": [*self.history],
-            "in_a_row": self.in_a_row,
+            "history": [*self.scales],
         }
 
     @classmethod
@@ -136,16 +128,14 @@ class StepHistory:
                 raise UserError(
                     f"loss-scale state's 'watch' has no {name!r}; it holds {[*data]}."
                 )
-        for name in ("applied", "in_a_row"):
-            is_valid = type(data[name]) is int and data[name] >= 0
-            require(f"watch[{name!r}]", data[name], is_valid, "a number of steps, >= 0")
-        from_first_step, history = data["begun"], data["history"]
-        is_valid = isinstance(from_first_step, bool)
-        require("watch['begun']", from_first_step, is_valid, "True or False")
-        is_valid = isinstance(history, list) and all(map(_is_scale, history))
-        require("watch['history']", history, is_valid, "a list of finite numbers > 0")
-        losses = LossHistory(applied=data["applied"], from_first_step=data["begun"])
-        return cls(losses, deque(data["history"], maxlen=64), data["in_a_row"])
+        applied, begun, scales = data["applied"], data["begun"], data["history"]
+        is_valid = type(applied) is int and applied >= 0
+        require("watch['applied']", applied, is_valid, "a number of steps, >= 0")
+        require("watch['begun']", begun, isinstance(begun, bool), "True or False")
+        is_valid = isinstance(scales, list) and all(map(_is_scale, scales))
+        require("watch['history']", scales, is_valid, "a list of finite numbers > 0")
+        losses = LossHistory(applied=applied, from_first_step=begun)
+        return cls(losses, deque(scales, maxlen=64))
 
 
 def _is_scale(value: object) -> bool:
@@ -229,13 +219,9 @@ class LossScaleCollapse(RuntimeError):  # noqa: N818 -- a public name of the API
 def is_collapsed(scale: float, skips_in_a_row: int, rule: ScaleRule) -> bool:
     """Return whether so many consecutive skips end the run."""
     limit = rule.max_consecutive_skips
-    too_long = limit is not None and skips_in_a_row >= limit
-    return too_long or is_stuck(scale, skips_in_a_row, rule)
-
-
-def is_stuck(scale: float, overflows_in_a_row: int, rule: ScaleRule) -> bool:
-    """Return whether steps keep overflowing at the minimum scale."""
-    if rule.backoff_factor == 1 or overflows_in_a_row < MAX_OVERFLOWS_AT_MIN_SCALE:
+    if limit is not None and skips_in_a_row >= limit:
+        return True
+    if rule.backoff_factor == 1 or skips_in_a_row < MAX_OVERFLOWS_AT_MIN_SCALE:
         return False
     # The scale is fp32: the minimum may have been rounded up.
     return scale <= rule.min_scale * (1 + 2**-23)
@@ -318,36 +304,24 @@ class CollapseMonitor:
         Not on a CPU, where names are known anyway. On other devices it costs a pass
         over all gradients, so only after a step is known to have overflowed.
         """
-        return (
-            self._history.in_a_row > 0
-            and device.type not in async_read.READABLE_DEVICES
-        )
+        is_readable = device.type in async_read.READABLE_DEVICES
+        return bool(self._history.scales) and not is_readable
 
     def may_be_below_one(self, rule: ScaleRule) -> bool:
-        """Return whether the scale may be below 1, given the values read so far.
-
-        Unscaling then enlarges gradients and can itself overflow.
-        """
-        if rule.min_scale >= 1:
-            return False
+        """Return whether the scale may be below 1, given the values read so far."""
         lowest = self._last_read_scale * rule.backoff_factor**self._steps_unread
         return lowest < 1 or self._is_captured or async_read.is_capturing()
 
-    def on_external_set(self, scale: float = 0.0) -> None:
-        """Record that the scale was set by other code; 0: the value is unknown."""
-        self._last_read_scale, self._steps_unread = scale, 0
+    def on_external_set(self) -> None:
+        """Record that the scale was set by other code; its value must arrive first."""
+        self._last_read_scale, self._steps_unread = 0.0, 0
         self._num_outdated = self._delayed.num_pending
-
-    def on_backoff(self) -> None:
-        """Record that the scale was lowered outside of a step."""
-        self._steps_unread += 1
 
     def on_step(
         self,
         rule: ScaleRule,
         scale_used: Tensor,
         state: ScaleState,
-        found_inf: Tensor,
         culprits: Callable[[], Sequence[NonFiniteParam]],
     ) -> None:
         """Record one step; only values that have arrived on the host are read.
@@ -356,7 +330,6 @@ class CollapseMonitor:
             rule: The scale's rule, with minimum and limit of skips.
             scale_used: Scale of its backward pass, shape ().
             state: State after the step.
-            found_inf: Non-zero if a pass at this scale overflowed, shape ().
             culprits: Returns the parameters with non-finite gradients; called if there
                 is something to report. `NonFiniteMarks` are read when they arrive.
 
@@ -372,7 +345,7 @@ class CollapseMonitor:
         loss, loss_sum = self._loss, self._loss_sum
         if loss is None or loss.numel() != 1 or loss.is_complex():
             loss = torch.full_like(scale_used, math.nan)
-        values = [scale_used, state.skips_in_a_row, state.scale, found_inf, loss]
+        values = [scale_used, state.skips_in_a_row, state.scale, loss]
         values.append(scale_used if loss_sum is None else loss_sum)
         self._loss_sum = None
         read_culprits = culprits
@@ -383,31 +356,29 @@ class CollapseMonitor:
             delayed_numbers = self._delayed.submit(values)
             if delayed_numbers is None:
                 return
-            numbers, marks = delayed_numbers[:6], delayed_numbers[6:]
+            numbers, marks = delayed_numbers[:5], delayed_numbers[5:]
             read_culprits = partial(self._param_readers.popleft(), marks)
             num_unread = self._delayed.num_pending
-        scale, num_skipped, next_scale, overflowed, loss_value, loss_sum_value = numbers
+        scale, num_skipped, next_scale, loss_value, loss_sum_value = numbers
         if self._num_outdated:  # it was sent before other code set the scale
             self._num_outdated -= 1
         else:
             self._last_read_scale, self._steps_unread = next_scale, num_unread
         history, skipped = self._history, bool(num_skipped)
-        history.add(scale, loss_value, skipped=skipped, overflowed=bool(overflowed))
+        history.add(scale, loss_value, skipped=skipped)
         if not math.isfinite(loss_sum_value):
             self.log.log_loss(loss_sum_value, None, "")
         self.log.steps += 1
         self._one_skip_left = False
-        if not overflowed:
+        if not skipped:
             self.log.clean_steps += 1
             self._failed_loss = None
             return
-        num_in_a_row = history.in_a_row
-        self.log.log_overflow(scale, num_in_a_row, rule, read_culprits, skipped=skipped)
-        self._check_next_skip(rule)
-        # Dropping the passes that overflow could go on forever without a skip.
-        stuck = not skipped and is_stuck(scale, num_in_a_row, rule)
-        if stuck or is_collapsed(scale, int(num_skipped), rule):
-            raise self._make_error(int(num_skipped), culprits())
+        skips = int(num_skipped)
+        self.log.log_overflow(scale, skips, rule, read_culprits)
+        self._check_next_skip(rule, skips)
+        if is_collapsed(scale, skips, rule):
+            raise self._make_error(skips, culprits())
 
     def _submit_names(
         self, culprits: Callable[[], Sequence[NonFiniteParam]], device: torch.device
@@ -420,11 +391,10 @@ class CollapseMonitor:
         self._param_readers.append(lambda _: current)
         return []
 
-    def _check_next_skip(self, rule: ScaleRule) -> None:
-        """Update whether one more step that overflows would end the run."""
-        num_in_a_row = self._history.in_a_row
-        self._one_skip_left = num_in_a_row > 0 and is_collapsed(
-            self._last_read_scale, num_in_a_row + 1, rule
+    def _check_next_skip(self, rule: ScaleRule, skips: int) -> None:
+        """Update whether one more skip after `skips` in a row would end the run."""
+        self._one_skip_left = skips > 0 and is_collapsed(
+            self._last_read_scale, skips + 1, rule
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -433,14 +403,14 @@ class CollapseMonitor:
 
     def _history_with_pending(self) -> StepHistory:
         history = copy.deepcopy(self._history)
-        for scale, skipped, _, bad, loss, *_ in self._delayed.read_pending():
-            history.add(scale, loss, skipped=bool(skipped), overflowed=bool(bad))
+        for scale, skipped, _, loss, *_ in self._delayed.read_pending():
+            history.add(scale, loss, skipped=bool(skipped))
         return history
 
-    def restore(self, history: StepHistory, rule: ScaleRule) -> None:
-        """Continue from a saved history."""
+    def restore(self, history: StepHistory, rule: ScaleRule, skips: int) -> None:
+        """Continue from a saved history, after `skips` in a row."""
         self._history = history
-        self._check_next_skip(rule)
+        self._check_next_skip(rule, skips)
 
     def _make_error(
         self, skips: int, culprits: Sequence[NonFiniteParam]
@@ -448,7 +418,7 @@ class CollapseMonitor:
         failed, loss = self._failed_loss, self._loss
         if failed is None and loss is not None:
             failed = _FailedLoss(loss, 0, bool(loss.isfinite().all()), None)
-        history = self._history.history
+        scales = self._history.scales
         finite = None if failed is None else failed.finite
         bad_op = find_cause(
             None if failed is None else failed.bad_op,
@@ -457,28 +427,26 @@ class CollapseMonitor:
             finite=finite,
             is_last=failed is None or failed.loss is loss,
         )
-        bad_op = replace(bad_op, scale=history[-1])
+        bad_op = replace(bad_op, scale=scales[-1])
         inf_in = [culprit.name for culprit in culprits if culprit.inf]
         nan_in = [culprit.name for culprit in culprits if culprit.nan]
         kinds = {"inf": inf_in, "NaN": nan_in}
         nonfinite_text = "; ".join(
             f"{kind} in gradients of {first_names(n)}" for kind, n in kinds.items() if n
         )
-        first, last = history[0], history[-1]
+        first, last = scales[0], scales[-1]
         scale_text = f"{first:g} to {last:g}" if first != last else f"{last:g}"
-        summary = f"{skips} steps in a row were skipped"
-        if not skips:
-            summary = f"{self._history.in_a_row} steps in a row lost a micro-batch"
         error = "" if failed is None else failed.graph_error
         graph_text = f" (graph not read: {error})" if error else ""
         message = (
-            f"{summary}, at loss scale {scale_text}. {cause_text(bad_op)} Observed: "
+            f"{skips} steps in a row were skipped, at loss scale {scale_text}. "
+            f"{cause_text(bad_op)} Observed: "
             f"{nonfinite_text or 'no such gradient is left in this process'}."
             f"{graph_text}{second_opinion(bad_op)}"
         )
         return LossScaleCollapse(
             message,
-            history=tuple(history),
+            history=scales,
             loss_finite=finite,
             inf_in=inf_in,
             nan_in=nan_in,

@@ -6,18 +6,15 @@ parts of them: shards of FSDP2, tensor parallelism, or a process group of the us
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from halfstep.scaling.unscale import max_flag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
+
+    from torch import Tensor
 
 
 def reduction_groups(
@@ -54,58 +51,3 @@ def reduce_found_inf(
     for each in reduction_groups(gradients, group):
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, each)
     return found_inf
-
-
-def start_reduction(
-    flags: dict[torch.device, Tensor],
-    zero: Tensor,
-    gradients: Iterable[Tensor],
-    group: dist.ProcessGroup | None,
-    state: dict[str, Any],
-) -> dict[torch.device, Tensor]:
-    """Start to reduce an optimizer's flags over ranks; return the flags to store.
-
-    The all-reduce starts when the flag is known and is waited for when it is needed: in
-    between (`unscale_` and `step` of a `GradScaler`), gradients are clipped.
-
-    Args:
-        flags: Device -> flag of this rank.
-        zero: 0.0, shape (), on the device of the result: the flag of a rank without
-            gradients, which must take part, or the others hang.
-        gradients: All gradients of the optimizer.
-        group: As for `reduction_groups`.
-        state: The `GradScaler`'s state of this optimizer, for `reduced_flags`.
-    """
-    groups = reduction_groups(gradients, group)
-    if not groups:
-        return flags
-    flag = max_flag([zero, *flags.values()], zero.device)
-    works = (
-        dist.all_reduce(flag, dist.ReduceOp.MAX, each, async_op=True) for each in groups
-    )
-    # The second mesh dimension needs the result of the first.
-    state["found_inf_reduction"] = itertools.chain([next(works)], works)
-    return {flag.device: flag}
-
-
-def reduced_flags(*states: dict[str, Any]) -> list[Tensor]:
-    """Return the flags in a `GradScaler`'s states of optimizers, equal on all ranks."""
-    flags: list[Tensor] = []
-    for state in states:
-        for work in state.get("found_inf_reduction", ()):
-            work.wait()
-        flags += state["found_inf_per_device"].values()
-    return flags
-
-
-def reduce_over_ranks(
-    tensor: Tensor, reduce_op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> Tensor:
-    """Reduce a tensor in place over ranks, so that all propose the same scale.
-
-    Why: 16-bit activation gradients and shards differ between ranks, and gradients at
-    different scales must not be averaged.
-    """
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(tensor, reduce_op, group)
-    return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,11 @@ from halfstep._torch.optimizer_params import (
 )
 from halfstep.errors import require
 from halfstep.numerics.norms import absmax_of, nonfinite_marks
-from halfstep.scaling import found_inf_reduction, grad_scaler_step, misuse, unscale
+from halfstep.scaling import grad_scaler_step, misuse, unscale
 from halfstep.scaling.call_order import CallOrderWatch
-from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule
-from halfstep.scaling.loss_scaler import inverse_scale
-from halfstep.scaling.per_pass import BackwardPasses, LossScalers, Retry
+from halfstep.scaling.found_inf_reduction import reduce_found_inf, reduction_groups
+from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule, ScaleState
+from halfstep.scaling.loss_scaler import LossScaler, inverse_scale
 from halfstep.scaling.step_report import (
     NonFiniteMarks,
     OptimizerGrads,
@@ -40,11 +41,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from halfstep.scaling.loss_scaler import LossScaler
     from halfstep.scaling.step_report import NonFiniteParam
 
 STRATEGIES = ("backoff", "none")
 _MIN_SCALE = 2.0**-24
+_OF_TORCH = {"scale": "scale", "clean_steps": "_growth_tracker"}
+"""Entries of a `LossScaler`'s state that torch's state holds: their names there."""
+_OWN = ("hysteresis_left", "skips_in_a_row", "watch")
+"""Those that it does not hold."""
 
 
 class GradScaler(TorchGradScaler):
@@ -75,8 +79,6 @@ class GradScaler(TorchGradScaler):
             (bf16, fp32).
         process_group: Ranks that must skip together. Not needed under DDP, whose
             averaged gradients carry an inf to every rank, nor for DTensors.
-        on_overflow: What `backward` does after an overflow: "skip" the step,
-            "drop_microbatch" leaves out the micro-batch, a `Retry` runs the pass again.
 
     Raises:
         UserError: If a number is out of its range.
@@ -108,7 +110,6 @@ class GradScaler(TorchGradScaler):
         max_consecutive_skips: int | None = None,
         strategy: str = "backoff",
         process_group: torch.distributed.ProcessGroup | None = None,
-        on_overflow: str | Retry = "skip",
     ) -> None:
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
@@ -121,20 +122,19 @@ class GradScaler(TorchGradScaler):
         if self._guards_only and max_consecutive_skips is None:
             max_consecutive_skips = 50  # there is no minimum scale to end such a run
         self._init_scale = 1.0 if self._guards_only else init_scale
-        self._bounds: dict[str, Any] = {
-            "init_scale": self._init_scale,
-            "min_scale": _MIN_SCALE if min_scale is None else min_scale,
-            "max_scale": FP32_MAX if max_scale is None else max_scale,
-            "hysteresis": hysteresis,
-            "refill": refill,
-            "max_consecutive_skips": max_consecutive_skips,
-        }
-        self._factors = growth_factor, backoff_factor, growth_interval
-        rule = self._rule() if self._enabled else ScaleRule()
-        self._group = group = process_group
-        self._loss_scalers = loss_scalers = LossScalers(rule, group)
-        self._passes = BackwardPasses(loss_scalers, Retry.of(on_overflow), group)
-        self._host_scale = grad_scaler_step.HostScale()
+        rule = ScaleRule()
+        if enabled:
+            rule = ScaleRule(
+                self._init_scale,
+                min_scale=_MIN_SCALE if min_scale is None else min_scale,
+                max_scale=FP32_MAX if max_scale is None else max_scale,
+                hysteresis=hysteresis,
+                refill=refill,
+                max_consecutive_skips=max_consecutive_skips,
+                **self._factors(),
+            )
+        self._loss_scaler = LossScaler(rule)
+        self._group = process_group
         self._scaled = False
         self._stepped_grads: list[OptimizerGrads] = []
         self._last_grads: list[OptimizerGrads] = []
@@ -154,28 +154,30 @@ class GradScaler(TorchGradScaler):
         """
         return self._last_step
 
-    def _rule(self) -> ScaleRule:
-        growth, backoff, interval = self._factors
-        return ScaleRule(
-            growth_factor=1.0 if self._guards_only else growth,
-            backoff_factor=1.0 if self._guards_only else backoff,
-            growth_interval=interval,
-            **self._bounds,
-        )
+    def _factors(self) -> dict[str, Any]:
+        """Return the fields of the rule that torch's setters can change."""
+        return {
+            "growth_factor": 1.0 if self._guards_only else self._growth_factor,
+            "backoff_factor": 1.0 if self._guards_only else self._backoff_factor,
+            "growth_interval": self._growth_interval,
+        }
 
-    def _main_scaler(self) -> LossScaler:
-        """Return the unnamed loss's scaler, synchronized with torch's attributes."""
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Make torch's tensors, and the loss scaler of them."""
+        super()._lazy_init_scale_growth_tracker(dev)
+        scale, clean = self._check_scale_growth_tracker("scale")
+        state = self._loss_scaler.state
+        left, skips = state.hysteresis_left.to(dev), state.skips_in_a_row.to(dev)
+        self._loss_scaler.state = ScaleState(scale, clean, left, skips)
+
+    def _synced_scaler(self) -> LossScaler:
+        """Return the loss scaler, with what torch's code has set."""
         scale, clean = self._check_scale_growth_tracker("update")
-        factors = self._growth_factor, self._backoff_factor, self._growth_interval
-        if factors != self._factors:
-            self._factors = factors
-            self._loss_scalers.rule = self._rule()
-        main = self._loss_scalers.get_or_create("", scale.device)
-        set_to = self._host_scale.poll(scale, self._init_scale)
-        if set_to is not None:
-            main.monitor.on_external_set(set_to)
-        main.set_state(scale, clean)
-        return main
+        scaler, factors = self._loss_scaler, self._factors()
+        if not factors.items() <= vars(scaler.rule).items():
+            scaler.rule = replace(scaler.rule, **factors)
+        scaler.set_state(scale, clean)
+        return scaler
 
     def scale(self, outputs: Any) -> Any:
         """Return the outputs times the loss scale.
@@ -188,10 +190,9 @@ class GradScaler(TorchGradScaler):
             first = first[0]
         if self._enabled and isinstance(first, torch.Tensor):
             self._scaled = True
-            self._passes.check_not_mixed(first)
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(first.device)
-            self._main_scaler().observe_loss(first, self._name_of)
+            self._synced_scaler().observe_loss(first, self._name_of)
         scaled = super().scale(outputs)
         if self._enabled and isinstance(outputs, torch.Tensor):
             watch = self._watch()
@@ -204,15 +205,6 @@ class GradScaler(TorchGradScaler):
         if self.call_order_watch is not None and async_read.is_capturing():
             self.call_order_watch = None
         return self.call_order_watch
-
-    def _write_torch_state(self, main: LossScaler) -> None:
-        """Write scale and counter to torch's attributes."""
-        scale, clean = self._check_scale_growth_tracker("update")
-        if main.state.scale is not scale:
-            scale.copy_(main.state.scale)
-            clean.copy_(main.state.clean_steps)
-            main.set_state(scale, clean)
-            self._host_scale.mark_written(scale)
 
     def _name_of(self, param: Tensor) -> str:
         return name_of(param, optimizers_of(self._last_grads))
@@ -265,22 +257,17 @@ class GradScaler(TorchGradScaler):
                 raise misuse.fp16_gradients(optimizer)
             coalesce(optimizer)
             gradients = gradients_of(optimizer)
-        main = self._loss_scalers.get_or_create("", inv_scale.device)
-        recheck = main.monitor.may_be_below_one(main.rule)
-        checked = gradients
+        scaler = self._synced_scaler()
+        recheck, checked = scaler.may_be_below_one, gradients
         if recheck and allow_fp16:  # a fused kernel divides, and does not check again
-            checked = unscale.divided_copies(gradients, main.state.scale)
+            checked = unscale.divided_copies(gradients, scaler.state.scale)
             dtypes = unscale.dtypes_of(checked)
         flags = unscale.unscale_by_device_(checked, inv_scale, dtypes, recheck=recheck)
-        state = self._per_optimizer_states[id(optimizer)]
-        return found_inf_reduction.start_reduction(
-            flags, found_inf, gradients, self._group, state
-        )
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        state = self._per_optimizer_states[id(optimizer)]
-        found_inf_reduction.reduced_flags(state)
-        return state["found_inf_per_device"]  # type: ignore[no-any-return]
+        if not reduction_groups(gradients, self._group):
+            return flags
+        # A rank without gradients must take part, or the others hang.
+        flag = unscale.max_flag([found_inf, *flags.values()], found_inf.device)
+        return {flag.device: reduce_found_inf(flag, gradients, self._group)}
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer unless its gradients hold inf or NaN.
@@ -318,14 +305,13 @@ class GradScaler(TorchGradScaler):
                 self, closure, optimizer, state, *args, **kwargs
             )
         elif fused_optimizers.handles_found_inf(optimizer):
-            self._main_scaler()  # the caller may have set the scale
             result = grad_scaler_step.step_fused(
-                self, optimizer, state, self._host_scale, *args, **kwargs
+                self, optimizer, state, *args, **kwargs
             )
         else:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            if not found_inf_reduction.reduced_flags(state):
+            if not state["found_inf_per_device"]:
                 raise misuse.no_gradients(optimizer)
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"], state["where"] = OptState.STEPPED, misuse.caller()
@@ -354,41 +340,6 @@ class GradScaler(TorchGradScaler):
             watch.on_step(self, optimizer, unscaled=unscaled, is_new=is_new)
         return state
 
-    def backward(
-        self,
-        loss: Tensor,
-        *optimizers: Optimizer,
-        name: str = "",
-        retain_graph: bool = False,
-    ) -> None:
-        """Run one backward pass, then unscale and check its gradients separately.
-
-        For several losses with a scale each, and for `on_overflow`. `.grad` then holds
-        unscaled sums; clip, `step` and `update` as usual. All passes of an iteration
-        must be run this way. Under DDP each needs a forward pass of its own.
-
-        Args:
-            loss: Unscaled loss, shape ().
-            optimizers: All optimizers whose parameters the pass reaches.
-            name: Each name has its own scale; "" is the one that `scale` uses.
-            retain_graph: As for `Tensor.backward`.
-
-        Raises:
-            RuntimeError: If there are gradients that `backward` did not make.
-        """
-        if not self._enabled:
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            return
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(loss.device)
-        main = self._main_scaler()
-        scaler = self._loss_scalers.get_or_create(name, loss.device) if name else main
-        scaler.observe_loss(loss, self._name_of)
-        states = [self._per_optimizer_states[id(one)] for one in optimizers]
-        pairs = list(zip(optimizers, states, strict=True))
-        self._passes.run_for(pairs, scaler, name, loss, retain_graph=retain_graph)
-        self._write_torch_state(main)
-
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Finish the iteration: set the scale of the next one, and make `last_step`.
 
@@ -406,14 +357,15 @@ class GradScaler(TorchGradScaler):
             watch.on_update()
             if watch.is_over:
                 self.call_order_watch = None
-        main = self._main_scaler()
-        states = list(self._per_optimizer_states.values())
-        flags = found_inf_reduction.reduced_flags(*states)
-        scale_used = main.state.scale.clone()
+        scaler = self._synced_scaler()
+        states = self._per_optimizer_states.values()
+        flags = [f for each in states for f in each["found_inf_per_device"].values()]
+        scale_used = scaler.state.scale.clone()  # changed in place below
         if new_scale is not None:
             # torch accepts no int; it does not reset its growth counter here.
             is_int = isinstance(new_scale, int)
             super().update(float(new_scale) if is_int else new_scale)
+            scaler.monitor.on_external_set()
         elif not flags:
             stepped = optimizers_of(self._stepped_grads)
             reasons = map(misuse.why_no_gradients, stepped)
@@ -424,59 +376,47 @@ class GradScaler(TorchGradScaler):
         if flags:
             self._steps += 1
             found_inf = unscale.max_flag(flags, scale_used.device)
-            scale = self._passes.last_scale
             self._last_step = StepReport(
                 self._steps,
                 complete=True,
-                scale_used=scale_used if scale is None else scale,
+                scale_used=scale_used,
                 found_inf=found_inf,
                 norm=partial(norm_of, self._last_grads),
                 culprits=partial(nonfinite_params_of, self._last_grads),
-                dropped=self._passes.num_dropped,
             )
         try:
             if new_scale is None:
-                # In a capture `LossScaler.update` changes torch's tensors in place.
-                if not async_read.is_capturing():
-                    main.set_state(scale_used, main.state.clean_steps)
-                self._update_scales(main, states, found_inf)
+                self._update_scale(scaler, found_inf)
         finally:
-            self._passes.reset()
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
             self._scaled = False
 
-    def _update_scales(
-        self, main: LossScaler, states: list[Any], found_inf: Tensor
-    ) -> None:
-        """Update each scale that was used, by its own overflows."""
-        low, high = self._bounds["min_scale"], self._bounds["max_scale"]
-        self._host_scale.mark_multiplied((*self._factors[:2], low, high))
-        joint_states = [state for state in states if "unscaled_gradients" not in state]
-        joint_flags = found_inf_reduction.reduced_flags(*joint_states)
-        if joint_flags and len(joint_states) < len(states):
-            self._loss_scalers.record_found_inf(
-                "", unscale.max_flag(joint_flags, found_inf.device)
-            )
+    def _update_scale(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Apply the rule, in torch's tensors: a CUDA graph may hold them."""
         culprits: Callable[[], tuple[NonFiniteParam, ...]]
         culprits = partial(remaining_nonfinite, self._last_grads)
-        if main.monitor.needs_names(found_inf.device):
+        if scaler.monitor.needs_names(found_inf.device):
             pairs = [p for part in self._last_grads for p in part.gradients() or ()]
             if pairs:
                 names, grads = zip(*pairs, strict=True)
                 marks = nonfinite_marks(grads, absmax_of(grads))
                 culprits = NonFiniteMarks(names, marks)
+        state = scaler.state
         try:
-            self._loss_scalers.update(found_inf, culprits)
+            scaler.update(found_inf, culprits)
         finally:
-            self._write_torch_state(main)
+            scaler.state = state.copy_(scaler.state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries, and one more that torch's `load` ignores.
 
         Synchronizes with the device.
         """
-        extra = {"_halfstep": self._loss_scalers.state_dict()} if self._enabled else {}
-        return super().state_dict() | extra
+        if not self._enabled:
+            return {}
+        state = self._loss_scaler.state_dict()
+        own = {name: state[name] for name in _OWN}
+        return super().state_dict() | {"_halfstep": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of `torch.amp.GradScaler`, or of apex.amp.
@@ -490,12 +430,16 @@ class GradScaler(TorchGradScaler):
         """
         if self._enabled:
             state = _from_foreign_state(state_dict, super().state_dict())
-            loss_scaler_states = state.get("_halfstep")
-            self._loss_scalers.check(loss_scaler_states)
-            super().load_state_dict(
-                state | {"scale": 1.0} if self._guards_only else state
-            )
-            self._loss_scalers.load_state_dict(loss_scaler_states)
+            if self._guards_only:
+                state = state | {"scale": 1.0}
+            scaler = self._loss_scaler
+            first = {"hysteresis_left": scaler.rule.hysteresis, "skips_in_a_row": 0}
+            # torch raises for a missing one.
+            torchs = {name: state.get(key) for name, key in _OF_TORCH.items()}
+            own = state.get("_halfstep", first) | torchs
+            LossScaler.check(own)
+            super().load_state_dict(state)
+            scaler.load_state_dict(own)
             self._has_loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -506,12 +450,7 @@ class GradScaler(TorchGradScaler):
                 "group cannot; save scaler.state_dict(), and load it into one that is "
                 "given the group."
             )
-        loss_scalers = LossScalers(self._loss_scalers.rule)
-        loss_scalers.load_state_dict(self._loss_scalers.state_dict())
         return state | {
-            "_loss_scalers": loss_scalers,
-            "_passes": BackwardPasses(loss_scalers, self._passes.on_overflow),
-            "_host_scale": grad_scaler_step.HostScale(),
             "_last_grads": [],
             "call_order_watch": None,
             "_last_step": self._last_step.read(),

@@ -13,59 +13,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from halfstep._torch import async_read, fused_optimizers, optimizer_hooks
+from halfstep._torch import fused_optimizers
 from halfstep._torch.optimizer_params import gradients_of
 from halfstep.scaling import misuse
-from halfstep.scaling.found_inf_reduction import reduced_flags
-from halfstep.scaling.loss_scale import FP32_MAX, is_power_of_two
-from halfstep.scaling.unscale import dtypes_of, max_flag
+from halfstep.scaling.unscale import max_flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from torch import Tensor
     from torch.optim import Optimizer
-
-
-_FP32_OR_WIDER = {torch.float32, torch.float64}
-
-
-class HostScale:
-    """Tracks on the host a scale tensor that other code may replace or write to."""
-
-    def __init__(self) -> None:
-        self._tensor: Tensor | None = None
-        self._version = 0
-        self.is_power_of_two = False
-        """Whether the scale is known to be a power of two."""
-
-    def poll(self, scale: Tensor, init_scale: float) -> float | None:
-        """Return the scale if other code has set it, else None; 0 if it is unknown."""
-        is_new = scale is not self._tensor
-        if not is_new and scale._version == self._version:  # noqa: SLF001
-            return None
-        value = init_scale if is_new else 0.0
-        if scale.device.type in async_read.READABLE_DEVICES:
-            value = scale.item()
-        self.mark_written(scale)
-        self.is_power_of_two = is_power_of_two(value)
-        return value
-
-    def mark_written(self, scale: Tensor) -> None:
-        """Record that the scaler itself has written to the scale."""
-        self._tensor, self._version = scale, scale._version  # noqa: SLF001
-
-    def mark_multiplied(self, numbers: Iterable[float]) -> None:
-        """Record the numbers that the scale may be multiplied by, or clamped to."""
-        all_powers = all(is_power_of_two(one) for one in numbers if one != FP32_MAX)
-        self.is_power_of_two = self.is_power_of_two and all_powers
 
 
 def step_fused(
     scaler: GradScaler,
     optimizer: Optimizer,
     state: dict[str, Any],
-    host_scale: HostScale,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -75,20 +38,9 @@ def step_fused(
     factor = getattr(optimizer, "grad_scale", None)
     scale, _ = scaler._check_scale_growth_tracker("step")  # noqa: SLF001
     if state["stage"] is OptState.READY:
-        # If the scale is a power of two, unscaling before the kernel gives the same
-        # bits, and the kernel need not write gradients back. Optimizers and hooks other
-        # than torch's get what torch passes: the scale and scaled gradients.
-        if (
-            host_scale.is_power_of_two
-            and factor is None
-            and optimizer_hooks.runs_only_torch_code(optimizer)
-            and dtypes_of(gradients_of(optimizer)) <= _FP32_OR_WIDER
-        ):
-            scaler.unscale_(optimizer)
-        else:
-            scaler._check_inf_per_device(optimizer)  # noqa: SLF001 -- torch's protocol
-            factor = scale if factor is None else scale * factor
-    flags = reduced_flags(state)
+        scaler._check_inf_per_device(optimizer)  # noqa: SLF001 -- torch's protocol
+        factor = scale if factor is None else scale * factor
+    flags = [*state["found_inf_per_device"].values()]
     if not flags and gradients_of(optimizer):
         # Gradients would be applied unchecked; torch raises here too, by accident.
         raise misuse.no_gradients(optimizer)
@@ -118,7 +70,7 @@ def step_with_closure(
     """Step an optimizer that evaluates the model inside; None if it was undone."""
 
     def overflowed() -> bool:
-        return any(bool(flag) for flag in reduced_flags(state))
+        return any(map(bool, state["found_inf_per_device"].values()))
 
     def evaluate() -> Any:
         state["stage"] = OptState.READY

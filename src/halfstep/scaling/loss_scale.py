@@ -6,7 +6,7 @@ A constant scale and no scale are rules with factors of 1, without special cases
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -17,11 +17,6 @@ from halfstep.errors import UserError, format_value, require, to_float
 REFILLS = ("growth", "clean")
 
 _TINY, FP32_MAX = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-
-
-def is_power_of_two(number: float) -> bool:
-    """Return whether a number is a power of two: multiplying by it is exact."""
-    return math.frexp(number)[0] == 0.5  # noqa: PLR2004 -- frexp's mantissa
 
 
 @dataclass(frozen=True)
@@ -135,3 +130,9 @@ class ScaleState:
         scale = torch.tensor(rule.init_scale, dtype=torch.float32, device=device)
         count = partial(torch.tensor, dtype=torch.int32, device=device)
         return cls(scale, count(0), count(rule.hysteresis), torch.zeros_like(scale))
+
+    def copy_(self, other: ScaleState) -> ScaleState:
+        """Copy the values of another state into the tensors of this one; return it."""
+        for field in fields(self):
+            getattr(self, field.name).copy_(getattr(other, field.name))
+        return self

@@ -18,13 +18,11 @@ from halfstep.scaling.collapse import (
     LossHistory,
     StepHistory,
 )
-from halfstep.scaling.loss_scale import FP32_MAX, ScaleRule, ScaleState
+from halfstep.scaling.loss_scale import ScaleRule, ScaleState
 from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch.distributed as dist
 
     from halfstep.policy.rules import Policy
     from halfstep.scaling.step_report import NonFiniteParam
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 def advance(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> ScaleState:
     """Return the state after a step that did or did not overflow.
 
-    It does not synchronize: the rule is a few selections on the device.
+    It does not synchronize: torch's kernel changes scale and clean steps.
 
     With s the scale, c the clean steps, h the hysteresis left, and s' the next s::
 
@@ -67,111 +65,25 @@ def advance(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> ScaleState
         Micikevicius et al., "Mixed Precision Training", ICLR 2018: why to scale.
         torch.amp.GradScaler: growth and back-off. Megatron-LM: hysteresis.
     """
-    if state.scale.device.type in async_read.READABLE_DEVICES:
-        # Reading is free, and thirty tensor operations on one number cost more than
-        # checking a thousand gradients.
-        return _advance_on_host(state, bool(found_inf), rule)
-    # "cpu" for tests that pretend that it is not readable.
-    has_kernel = state.scale.device.type in {"cpu", "cuda"}
-    if has_kernel and rule.hysteresis == 1:
-        return _advance_by_kernel(state, found_inf, rule)
-    overflowed = found_inf.to(state.scale.device) > 0
-    scale = _wide(state.scale)
-    left, holds = state.hysteresis_left, state.hysteresis_left > 1
-    clean = torch.where(overflowed, 0, state.clean_steps + 1)
-    grow = clean >= _int32(rule.growth_interval)
-    higher = scale * rule.growth_factor
-    # As in torch, the scale does not grow beyond fp32. A loaded scale may be below the
-    # minimum or above the maximum.
-    grown = torch.maximum(higher.clamp(max=rule.max_scale), scale)
-    clean_scale = torch.where(grow & (higher <= FP32_MAX), grown, scale)
-    lower = torch.where(holds, scale, _lowered(scale, rule))
-    left = left - (overflowed & holds).int()
-    refilled = ~overflowed if rule.refill == "clean" else grow
-    return ScaleState(
-        torch.where(overflowed, lower, clean_scale).float(),
-        torch.where(grow, 0, clean).to(torch.int32),
-        torch.where(refilled, rule.hysteresis, left).to(torch.int32),
-        torch.where(overflowed, state.skips_in_a_row + 1, 0.0),
-    )
-
-
-def _wide(scale: Tensor) -> Tensor:
-    """Return a scale in double, to round once, as torch's kernel; MPS has no double."""
-    return scale if scale.is_mps else scale.double()
-
-
-def _lowered(scale: Tensor, rule: ScaleRule) -> Tensor:
-    """Return the scale after an overflow; below the minimum it stays."""
-    return torch.minimum((scale * rule.backoff_factor).clamp(min=rule.min_scale), scale)
-
-
-def _int32(number: int) -> int:
-    return min(number, 2**31 - 1)
-
-
-def _copy_into(state: ScaleState, new: ScaleState) -> ScaleState:
-    for field in fields(ScaleState):
-        getattr(state, field.name).copy_(getattr(new, field.name))
-    return state
-
-
-def _advance_by_kernel(
-    state: ScaleState, found_inf: Tensor, rule: ScaleRule
-) -> ScaleState:
-    """Return `advance`'s state by torch's kernel, in a third of the launches."""
-    # The kernel writes to it; `data` has a version counter of its own.
-    is_fixed = rule.growth_factor == rule.backoff_factor == 1
-    scale = state.scale.data if is_fixed else state.scale.clone()
-    interval = _int32(rule.growth_interval)
-    clean = state.clean_steps.clamp(max=interval - 1)
-    flag = found_inf.to(scale)
+    interval = min(rule.growth_interval, 2**31 - 1)
+    scale = state.scale.clone()
+    clean = state.clean_steps.clamp(max=interval - 1)  # the kernel asks for equality
+    flag = found_inf.to(scale).sign()
     torch._amp_update_scale_(
         scale, clean, flag, rule.growth_factor, rule.backoff_factor, interval
     )
-    if not is_fixed:
+    if rule.growth_factor > rule.backoff_factor:  # otherwise it stays
         # A loaded scale may be below the minimum or above the maximum.
         lowest = state.scale.clamp(max=rule.min_scale)
-        highest = None
-        if rule.max_scale < FP32_MAX:
-            highest = state.scale.clamp(min=rule.max_scale)
-        scale.clamp_(lowest, highest)
-    flag = flag.sign()
-    skips = torch.addcmul(flag, flag, state.skips_in_a_row)
-    new_scale = state.scale if is_fixed else scale
-    return ScaleState(new_scale, clean, state.hysteresis_left, skips)
-
-
-def _advance_on_host(
-    state: ScaleState, overflowed: bool, rule: ScaleRule
-) -> ScaleState:
-    """Return `advance`'s state by Python numbers; unchanged tensors are reused."""
-    scale, skips = state.scale.item(), state.skips_in_a_row
-    if not overflowed:
-        clean = state.clean_steps.item() + 1
-        grow = clean >= rule.growth_interval
-        next_scale, left = scale, state.hysteresis_left
-        if grow and scale * rule.growth_factor <= FP32_MAX:
-            next_scale = max(min(scale * rule.growth_factor, rule.max_scale), scale)
-        if (grow or rule.refill == "clean") and left.item() != rule.hysteresis:
-            left = left.new_tensor(rule.hysteresis)
-        if skips.item():
-            skips = skips.new_tensor(0)
-        clean = 0 if grow else clean
-    else:
-        clean, next_scale = 0, scale
-        left = state.hysteresis_left
-        if left.item() > 1:
-            left = left - 1
-        else:
-            next_scale = min(max(scale * rule.backoff_factor, rule.min_scale), scale)
-        skips = skips + 1
-    return ScaleState(
-        state.scale if next_scale == scale else state.scale.new_tensor(next_scale),
-        state.clean_steps.new_tensor(clean),
-        left,
-        skips,
-    )
+        scale.clamp_(lowest, state.scale.clamp(min=rule.max_scale))
+    left = state.hysteresis_left
+    if rule.hysteresis > 1:
+        holds = (flag > 0) & (left > 1)
+        scale = torch.where(holds, state.scale, scale)
+        refills = flag == 0 if rule.refill == "clean" else (clean == 0) & (flag == 0)
+        left = torch.where(refills, rule.hysteresis, left - holds.int())
+    skips = torch.addcmul(flag, flag, state.skips_in_a_row)  # flag is 0 or 1
+    return ScaleState(scale, clean, left, skips)
 
 
 class LossScaler:
@@ -182,8 +94,6 @@ class LossScaler:
     Args:
         rule: How the scale changes; see `ScaleRule.parse`.
         device: Device of the losses.
-        group: Ranks that share the scale and skip together. None: all ranks, which
-            must have the same gradients, as under DDP.
 
     Example:
         >>> import torch
@@ -196,16 +106,8 @@ class LossScaler:
         >>> scaler.update(found_inf)
     """
 
-    num_dropped = 0
-    """Number of dropped backward passes, always 0; `BackwardPasses` counts them."""
-
-    def __init__(
-        self,
-        rule: ScaleRule,
-        device: torch.device | str = "cpu",
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.rule, self.group = rule, group
+    def __init__(self, rule: ScaleRule, device: torch.device | str = "cpu") -> None:
+        self.rule = rule
         self.state = ScaleState.first(rule, device)
         self.monitor = CollapseMonitor(rule.init_scale)
         self.multiplies = rule.scales
@@ -268,38 +170,31 @@ class LossScaler:
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide gradients by the scale in place; return 1.0 if any is non-finite."""
-        recheck = self.monitor.may_be_below_one(self.rule)
-        return unscale_(gradients, inverse_scale(self.state.scale), recheck=recheck)
+        inverse = inverse_scale(self.state.scale)
+        return unscale_(gradients, inverse, recheck=self.may_be_below_one)
 
     @property
-    def needs_only_found_inf(self) -> bool:
-        """Whether a check of the scaled gradients is enough.
-
-        It is not with a scale below 1, where unscaling itself can overflow.
-        """
-        return self.rule.min_scale >= 1 or not self.monitor.may_be_below_one(self.rule)
+    def may_be_below_one(self) -> bool:
+        """Whether the scale may be below 1: then unscaling can itself overflow."""
+        if self.rule.min_scale >= 1:
+            return False
+        if self.state.scale.device.type in async_read.READABLE_DEVICES:
+            return self.state.scale.item() < 1
+        return self.monitor.may_be_below_one(self.rule)
 
     def set_state(self, scale: Tensor, clean_steps: Tensor) -> None:
-        """Set the scale and the count of steps without overflow."""
+        """Set the scale and the count of steps without overflow, both of shape ()."""
         old = self.state
         if scale is not old.scale or clean_steps is not old.clean_steps:
             self.multiplies = True
             left, skips = old.hysteresis_left, old.skips_in_a_row
             self.state = ScaleState(scale, clean_steps, left, skips)
-
-    def back_off(self) -> None:
-        """Lower the scale now, to repeat the same backward pass."""
-        scale = _lowered(_wide(self.state.scale), self.rule).float()
-        zero = torch.zeros_like(self.state.clean_steps)
-        self.state = replace(self.state, scale=scale, clean_steps=zero)
-        self.monitor.on_backoff()
+            self.monitor.on_external_set()
 
     def update(
         self,
         found_inf: Tensor,
         culprits: Callable[[], Sequence[NonFiniteParam]] = tuple,
-        *,
-        skipped: Tensor | None = None,
     ) -> None:
         """Compute the scale of the next step.
 
@@ -307,21 +202,13 @@ class LossScaler:
             found_inf: 1.0 if a gradient was non-finite, else 0.0. Shape ().
             culprits: Returns the parameters with non-finite gradients, for the message
                 of `LossScaleCollapse`.
-            skipped: Whether the step was skipped, shape (). None: as `found_inf`.
 
         Raises:
             LossScaleCollapse: If every step is skipped and no smaller scale helps.
         """
-        before, scale_used = self.state, self.state.scale
-        self.state = advance(self.state, found_inf, self.rule)
-        if skipped is not None:
-            was_skipped = (skipped > 0).to(self.state.skips_in_a_row)
-            in_a_row = self.state.skips_in_a_row * was_skipped
-            self.state = replace(self.state, skips_in_a_row=in_a_row)
-        if scale_used.is_cuda and async_read.is_capturing():
-            # A CUDA graph repeats its kernels, on the same tensors.
-            self.state = _copy_into(before, self.state)
-        self.monitor.on_step(self.rule, scale_used, self.state, found_inf, culprits)
+        before = self.state
+        self.state = advance(before, found_inf, self.rule)
+        self.monitor.on_step(self.rule, before.scale, self.state, culprits)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule and the state as plain numbers. Synchronizes."""
@@ -363,16 +250,15 @@ class LossScaler:
         log = self.monitor.log
         self.monitor = CollapseMonitor(float(loaded["scale"]))
         self.monitor.log = log
-        self.monitor.restore(_history_from(state), self.rule)
+        skips = int(state["skips_in_a_row"])
+        self.monitor.restore(_history_from(state), self.rule, skips)
 
 
 def _history_from(state: dict[str, Any]) -> StepHistory:
-    """Return the history in a state; older states have only the number of skips."""
+    """Return the history in a state; other libraries' states have none."""
     if "watch" in state:
         return StepHistory.from_data(state["watch"])
-    return StepHistory(
-        LossHistory(from_first_step=False), in_a_row=state["skips_in_a_row"]
-    )
+    return StepHistory(LossHistory(from_first_step=False))
 
 
 def inverse_scale(scale: Tensor) -> Tensor:

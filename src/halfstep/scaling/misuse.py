@@ -97,26 +97,11 @@ def fp16_gradients(optimizer: Optimizer) -> ValueError:
     )
 
 
-def retain_graph_under_ddp() -> UserError:
-    """Return the error of a backward pass that keeps its graph under DDP."""
-    return UserError(
-        "retain_graph=True: DDP averages gradients once for each forward pass, so a "
-        "second loss would make ranks differ. Add losses up into one."
-    )
-
-
-def released_twice() -> UserError:
-    """Session: a second backward pass with optimizer_in_backward."""
-    return UserError(
-        "optimizer_in_backward=True updates weights in each backward pass: call "
-        "session.step() before the next. Add losses up into one."
-    )
-
-
 def step_without_backward(steps: int, backward_call: str) -> RuntimeError:
     """Session, adapters: `step` without their backward pass."""
-    call, more = _step_call(backward_call), ""
-    if call == "session.step()":
+    call, more = "optimizer.step()", ""
+    if backward_call.startswith("session."):
+        call = "session.step()"
         more = "; to sum over 4 batches, set accumulate=4 in prepare()"
     return RuntimeError(
         f"{call} was called without a backward pass since the last; "
@@ -124,33 +109,11 @@ def step_without_backward(steps: int, backward_call: str) -> RuntimeError:
     )
 
 
-def _step_call(backward_call: str) -> str:
-    """Return the call that steps, as a program with `backward_call` writes it."""
-    of_session = backward_call.startswith("session.")
-    return "session.step()" if of_session else "optimizer.step()"
-
-
 def foreign_gradients(backward_call: str) -> RuntimeError:
     """Session, adapters: the gradients are of a backward pass that was not theirs."""
     return RuntimeError(
         f"this step has gradients of another backward pass: call {backward_call} in "
         "place of loss.backward(), or of another session's, before each step."
-    )
-
-
-def grads_without_backward(call: str, backward_call: str) -> UserError:
-    """Session: `grads` without a backward pass."""
-    return UserError(
-        f"{call} was called without a backward pass since the last step; "
-        f"call it between {backward_call} and {_step_call(backward_call)}."
-    )
-
-
-def grads_in_window(call: str, micro: int, accumulate: int) -> UserError:
-    """Session: `grads` before the last micro-batch."""
-    return UserError(
-        f"{call} was called in micro-batch {micro} of {accumulate}: the "
-        "gradients of a step are complete after the backward pass of the last."
     )
 
 
@@ -162,46 +125,11 @@ def updated_in_backward(*, excluded: str) -> UserError:
     )
 
 
-def no_autocast(choice: str, *, low_weights: bool) -> str:
-    """Session: the warning about a forward pass without its autocast context."""
-    dtype = "the dtypes of the weights" if low_weights else "fp32"
-    return (
-        "the forward pass ran outside session.autocast(), so no rule of level "
-        f"{choice} applied, and without another autocast it ran in {dtype}. Write "
-        "`with session.autocast(): loss = ...` before session.backward(loss)."
-    )
-
-
 def pass_failed(backward_call: str) -> RuntimeError:
     """Session: `step` after a backward pass or a step that raised an exception."""
     return RuntimeError(
         "the last backward pass or step ended with an exception, and the gradients of "
         f"its window were dropped: begin the next with {backward_call}."
-    )
-
-
-def state_in_window(micro: int, accumulate: int) -> RuntimeError:
-    """Session: `state_dict` with pending gradients."""
-    return RuntimeError(
-        f"session.state_dict() after {micro} of {accumulate} micro-batches, or a "
-        "backward pass, would lose their gradients; call it after a full step, or "
-        "after session.flush()."
-    )
-
-
-def session_copied() -> UserError:
-    """Session: `copy.deepcopy` or pickle."""
-    return UserError(
-        "a Session cannot be copied or pickled; save session.state_dict() and load "
-        "it into a session over a copy of the model."
-    )
-
-
-def session_unpacked() -> TypeError:
-    """Session: `model, optimizer = prepare(...)`."""
-    return TypeError(
-        "prepare() returns one Session: write session = halfstep.prepare(model, "
-        "optimizer); the model is session.model, the optimizer session.optimizer."
     )
 
 

@@ -53,19 +53,12 @@ class SkipLog:
         self._streak_starts: deque[int] = deque(maxlen=MIN_FREQUENT)
         """Steps at which the last runs of consecutive skips began."""
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether a non-finite loss has been reported."""
-        return self._losses > 0
-
     def log_overflow(
         self,
         scale: float,
         in_a_row: int,
         rule: ScaleRule,
         culprits: Callable[[], Sequence[NonFiniteParam]],
-        *,
-        skipped: bool = True,
     ) -> None:
         """Count a step with non-finite gradients; report it if alarming or 2**n-th.
 
@@ -74,7 +67,6 @@ class SkipLog:
             in_a_row: Number of consecutive such steps, this one included.
             rule: The scale's rule.
             culprits: Returns the parameters; called only if the step is reported.
-            skipped: The step was skipped; otherwise a micro-batch was dropped.
         """
         self._skips += 1
         self._alarmed = self._alarmed and in_a_row > 1
@@ -98,14 +90,15 @@ class SkipLog:
         gradients_text = (
             f"non-finite gradient{_names_text(culprits())} at loss scale {scale:g}"
         )
-        if is_alarming and skipped and not self._warned:
+        if is_alarming and not self._warned:
             self._warned = True
             warn_caller(f"{text}: {gradients_text}. {_FIND_ADVICE}")
             return
-        what = self.consequence if skipped else "micro-batch dropped"
         floor = scale <= rule.min_scale * (1 + 2**-23)  # fp32 may have rounded it up
         level = logging.WARNING if is_fixed or floor or is_alarming else logging.INFO
-        _logger.log(level, "%s: %s (%d so far).", what, gradients_text, self._skips)
+        _logger.log(
+            level, "%s: %s (%d so far).", self.consequence, gradients_text, self._skips
+        )
 
     def log_loss(self, value: float, bad_op: BadOp | None, graph_error: str) -> None:
         """Report a non-finite loss or sum of losses: first a warning, then log records.

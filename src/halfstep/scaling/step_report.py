@@ -82,8 +82,6 @@ class StepReport(Report):
     """Returns the norm of all unscaled gradients; `grad_norm` calls it."""
     culprits: Callable[[], tuple[NonFiniteParam, ...]] = Constant(())
     """Returns the parameters with non-finite gradients; `found_inf_in` calls it."""
-    dropped: Tensor | int = 0
-    """Number of micro-batches left out for inf or NaN, shape ()."""
     left_out: tuple[str, ...] = ()
     """Parameters that an applied step did not update: with `optimizer_in_backward`, a
     non-finite gradient skips its own parameter only."""
@@ -96,10 +94,7 @@ class StepReport(Report):
             outcome, norm = f"skipped: {self._cause()};", None
         else:
             outcome, norm = "applied:", self.grad_norm
-        dropped = self.microbatches_dropped
         more = "" if norm is None else f", gradient norm {norm:.4g}"
-        if dropped:
-            more += f", micro-batches dropped: {dropped}"
         if self.left_out:
             more += f", not updated: {first_names(self.left_out)}"
         return f"step {self.step} {outcome} loss scale {self.scale:g}{more}"
@@ -139,11 +134,6 @@ class StepReport(Report):
         """
         norm = self.norm()
         return None if norm is None else float(norm)
-
-    @property
-    def microbatches_dropped(self) -> int:
-        """Number of micro-batches left out of this step. May synchronize."""
-        return int(self.dropped)
 
     @property
     def found_inf_in(self) -> tuple[str, ...]:

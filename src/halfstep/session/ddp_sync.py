@@ -40,14 +40,13 @@ class GradientSync:
         self._averager = bucketed_all_reduce.BucketedAllReduce()
 
     def forward_context(
-        self, model: nn.Module, num_done: int, *, per_pass: bool
+        self, model: nn.Module, num_done: int
     ) -> contextlib.AbstractContextManager[None]:
         """Return the context for the forward pass of a micro-batch.
 
-        Gradients that are checked after each micro-batch (`per_pass`) are averaged
-        each time, by DDP. With master weights, gradients are averaged once, by the
-        session; otherwise by DDP, in the last micro-batch. A communication hook is
-        called each time: it may do something else than average.
+        With master weights, gradients are averaged once, by the session; otherwise by
+        DDP, in the last micro-batch. A communication hook is called each time: it may
+        do something else than average.
         """
         wrapper = self._bind_ddp(model)
         self._skips_ddp_sync = False
@@ -65,10 +64,8 @@ class GradientSync:
         # DDP records a static graph in a pass that it averages. Averaging again, with
         # later gradients that are still local to each rank, gives the same mean.
         by_ddp = (
-            per_pass
-            or (has_masters and bool(wrapper._comm_hooks))  # noqa: SLF001
-            or (self._is_new_ddp and wrapper.static_graph)
-        )
+            has_masters and bool(wrapper._comm_hooks)  # noqa: SLF001
+        ) or (self._is_new_ddp and wrapper.static_graph)
         self._skips_ddp_sync = not by_ddp and (by_session or not last)
         if not self._skips_ddp_sync:
             return contextlib.nullcontext()
@@ -93,23 +90,16 @@ class GradientSync:
         self._ddp_params = _averaged_by(wrapper)
         return wrapper
 
-    def after_backward(self, *, per_pass: bool) -> None:
+    def after_backward(self) -> None:
         """Record that a backward pass has run."""
-        self.is_pending = self._skips_ddp_sync and not per_pass
+        self.is_pending = self._skips_ddp_sync
         self._is_new_ddp = False
-
-    def reduce_now(self, model: nn.Module) -> None:
-        """Average gradients that are still local, before they are checked."""
-        if self._skips_ddp_sync or self.is_pending:
-            self._average(model)
 
     def finish_step(self, model: nn.Module) -> None:
         """Average gradients that are still local, at the end of a step."""
         self._bind_ddp(model)  # a level without autocast opens no context
-        if self.is_pending:
-            self._average(model)
-
-    def _average(self, model: nn.Module) -> None:
+        if not self.is_pending:
+            return
         self.is_pending = False
         wrapper = self._bind_ddp(model)
         if wrapper is None:

@@ -15,7 +15,6 @@ from halfstep.numerics import formats
 from halfstep.policy import levels
 from halfstep.policy.rules import Policy
 from halfstep.scaling import ScaleRule
-from halfstep.scaling.per_pass import Retry
 from halfstep.session import arguments, fsdp
 from halfstep.session.chained_optimizer import optimizers_of
 from halfstep.session.lr_schedule import check_scheduler
@@ -46,7 +45,6 @@ def prepare(
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
     master: str = "fp32",
-    on_overflow: str | Retry = "skip",
     optimizer_in_backward: bool = False,
     scheduler: LRScheduler | None = None,
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
@@ -86,10 +84,6 @@ def prepare(
             as a bf16 compensation term, and "stochastic" by stochastic rounding alone,
             both with bf16 moments. With "none" the optimizer updates 16-bit weights.
             All but "fp32" and "none" need bf16.
-        on_overflow: What to do when a gradient holds inf or NaN: "skip" the step;
-            "drop_microbatch": use the mean of the other micro-batches (under DDP each
-            micro-batch is then averaged over ranks separately); `halfstep.Retry(n)`:
-            repeat the backward pass at a lower scale first.
         optimizer_in_backward: Update each weight in `session.backward` as soon as its
             gradient exists, and free the gradient. It excludes loss scales, clipping
             and accumulation. A non-finite gradient skips its own parameter only
@@ -124,7 +118,6 @@ def prepare(
     arguments.check_model_and_optimizer(model, optimizer)
     accumulate = require_int("accumulate", accumulate, 1)
     clip_grad_norm = check_clip_norm(clip_grad_norm)
-    retry = Retry.of(on_overflow)
     optimizer_in_backward = require_bool("optimizer_in_backward", optimizer_in_backward)
     arguments.check_group(process_group)
     check_scheduler(scheduler, optimizer)
@@ -165,7 +158,6 @@ def prepare(
             clip_grad_norm,
             accumulate,
             needs_agreement=process_group is not None,
-            needs_all_gradients=retry.checks_each_pass,
         )
         in_backward.check_optimizer(optimizer)
     session = Session(
@@ -177,7 +169,6 @@ def prepare(
         device=device,
         clip_grad_norm=clip_grad_norm,
         accumulate=accumulate,
-        on_overflow=retry,
         scheduler=scheduler,
         named_parameters=named,
         process_group=process_group,

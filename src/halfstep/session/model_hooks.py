@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import re
-import sys
 import weakref
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -25,12 +24,10 @@ from halfstep.casting.module_rules import LevelHook
 from halfstep.errors import UserError, warn_caller
 from halfstep.nonfinite.graph import saved_value
 from halfstep.numerics.formats import is_low
-from halfstep.scaling import grad_scaler
 from halfstep.session.chained_optimizer import optimizers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
     from halfstep.machine.recommendation import Choice
     from halfstep.masters import MasterWeights
@@ -138,7 +135,7 @@ def check_external_steps(
             return
         if any(w.grad is not None or m.grad is not None for w, m in masters.pairs):
             raise UserError(
-                f"{_step_call()} was called while the session holds gradients of "
+                "optimizer.step() was called while the session holds gradients of "
                 "16-bit weights: call session.step(), which unscales and clips them, "
                 "steps, and copies back to the model weights."
             )
@@ -147,7 +144,7 @@ def check_external_steps(
             return
         if window.num_pending and rule.scales:
             raise UserError(
-                f"{_step_call()} was called after session.backward(), whose gradients "
+                "optimizer.step() was called after session.backward(), whose gradients "
                 "are multiplied by the loss scale: call session.step(), which unscales "
                 "them."
             )
@@ -156,34 +153,19 @@ def check_external_steps(
         warned = True
         if window.num_pending:
             warn_caller(
-                f"{_step_call()} was called after session.backward(): it neither "
+                "optimizer.step() was called after session.backward(): it neither "
                 "clips, nor skips inf and NaN, nor waits for all micro-batches, nor "
                 "steps the schedule. Call session.step() instead."
             )
         else:
             warn_caller(
-                f"{_step_call()} was called in place of session.step(): unless "
+                "optimizer.step() was called in place of session.step(): unless "
                 "another scaler scales the loss, small gradients become zero in fp16. "
                 "Call session.backward(loss), then session.step()."
             )
 
     for each in optimizers_of(masters.optimizer):
         optimizer_hooks.register_pre_step_check(each, check)
-
-
-def _step_call() -> str:
-    """Return the call, in the user's program, that steps an optimizer."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
-    while frame is not None:
-        # Not `f_locals`: before Python 3.13 it keeps the caller's tensors alive.
-        module = frame.f_globals.get("__name__")
-        if frame.f_code.co_name == "step" and module in _GRAD_SCALER_MODULES:
-            return "scaler.step(optimizer)"
-        frame = frame.f_back
-    return "optimizer.step()"
-
-
-_GRAD_SCALER_MODULES = {GradScaler.__module__, grad_scaler.__name__}
 
 
 def check_not_scaled(loss: Tensor) -> None:

@@ -28,7 +28,7 @@ from halfstep.numerics.norms import (
     total_norm,
 )
 from halfstep.scaling import misuse
-from halfstep.scaling.loss_scaler import LossScaler, inverse_scale
+from halfstep.scaling.loss_scaler import inverse_scale
 from halfstep.scaling.step_report import (
     Constant,
     NonFiniteMarks,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from halfstep.masters.encoding import RoundingRng
     from halfstep.masters.fused_step import Kernel
     from halfstep.scaling.loss_scale import ScaleState
-    from halfstep.scaling.per_pass import BackwardPasses
+    from halfstep.scaling.loss_scaler import LossScaler
     from halfstep.scaling.step_report import NonFiniteParam, StepReport
 
 
@@ -75,15 +75,16 @@ class OptimizerStep:
     ) -> None:
         self.masters = masters
         self.clip = clip
-        self.norm: Tensor | None = None
-        """Norm of the unscaled gradients of the current step, shape ()."""
         self._device = device
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._inverse = self._one
         self._marks: Tensor | None = None
         """`nonfinite_marks` of the gradients of the current step, once computed."""
         self._has_triton = triton_kernels.available(device)
-        self._uses_kernel = self._only_found_inf = False
+        self._kernel: Kernel | None = None
+        """Updates the weights in the current step; None: the optimizer does."""
+        self._in_place = False
+        """Whether gradients are unscaled in place, although a kernel could do it."""
         self._named: list[Tensor] = []
         """Parameters that `_names` names."""
         self._names: list[str] = []
@@ -132,75 +133,75 @@ class OptimizerStep:
             raise misuse.foreign_gradients(backward_call)
 
     def collect(
-        self,
-        scaler: LossScaler | BackwardPasses,
-        *,
-        in_fp32: bool,
-        in_place: bool = False,
+        self, scaler: LossScaler, *, in_fp32: bool, in_place: bool = False
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return (the optimizer's parameters that have gradients, these gradients).
 
+        This chooses what `check` and `update` do in this step.
+
         `in_fp32`: gradients of 16-bit weights are already accumulated in fp32.
-        `in_place`: `unscale` must unscale them in place, for the caller to edit.
+        `in_place`: `check` must unscale them in place, for the caller to edit.
         """
         masters = self.masters
-        self._marks = None
-        pairs = masters.grads()
-        self._uses_kernel = (
-            masters.kernel is not None
-            and not fused_step.why_not_fused(masters.optimizer)
-            and fused_step.can_read([*map(_GRAD, pairs)])
+        pairs, kernel = masters.grads(), masters.kernel
+        can_fuse = kernel is not None and not fused_step.why_not_fused(
+            masters.optimizer
         )
-        self._only_found_inf = scaler.needs_only_found_inf and not in_place
-        if not (self._uses_kernel and self._only_found_inf) and not in_fp32:
+        if not can_fuse or not fused_step.can_read([*map(_GRAD, pairs)]):
+            kernel = None
+        self._kernel = kernel
+        # With a scale below 1, unscaling itself can overflow, which `check` must see.
+        self._in_place = in_place or scaler.may_be_below_one
+        if (kernel is None or self._in_place) and not in_fp32:
             masters.accumulate_grads()
             pairs = masters.grads()
         return [*map(_PARAM, pairs)], [*map(_GRAD, pairs)]
 
-    def unscale(
-        self, grads: list[Tensor], scaler: LossScaler | BackwardPasses
-    ) -> Tensor:
-        """Unscale gradients unless a kernel will; compute their norm for clipping.
+    def check(
+        self, grads: list[Tensor], scaler: LossScaler
+    ) -> tuple[Tensor, Tensor | None]:
+        """Unscale gradients, unless the kernel of `update` will, and check them.
 
         Returns:
-            1.0 if one on this rank is inf or NaN, else 0.0. float32, shape ().
+            1.0 if one on this rank is inf or NaN, else 0.0, float32, shape (); and the
+            norm of the unscaled gradients, shape (), if it is needed.
         """
-        kernel, needs_norm = self.masters.kernel, self.clip is not None
-        self._inverse = self._one
-        # torch's kernel writes to the gradients even if the scale is 1.
-        is_scaled = not isinstance(scaler, LossScaler) or scaler.multiplies
-        if self._uses_kernel and self._only_found_inf and kernel is not None:
-            if is_scaled:
-                self._inverse = inverse_scale(scaler.state.scale)
-            return self._check_scaled(kernel, grads)
-        if is_scaled or not self._only_found_inf or not grads:
+        self._inverse, self._marks = self._one, None
+        if not grads:  # other ranks may have some
+            return torch.zeros_like(self._one), None
+        if self._kernel is not None and not self._in_place:
+            return self._check_scaled(self._kernel, grads, scaler)
+        is_plain = {*map(type, grads)} <= {Tensor, nn.Parameter}
+        if self._in_place or scaler.multiplies or (self._is_readable and not is_plain):
             found_inf = scaler.unscale_(grads)
-        elif not self._is_readable:
-            found_inf, self._marks = self._check_each(grads)
-        elif {*map(type, grads)} <= {Tensor, nn.Parameter}:
+        elif self._is_readable:
+            # torch's kernel would write to the gradients even if the scale is 1.
             found_inf = _check_finite(grads)
         else:
-            found_inf = scaler.unscale_(grads)
-        if needs_norm and grads:
-            self.norm = total_norm(grads)
-            if self._max_norm is not None:
-                # Clipping by a norm that overflowed would make every gradient 0.
-                found_inf = torch.maximum(found_inf, self.norm.isinf().float())
-        return found_inf
+            found_inf, self._marks = self._check_each(grads)
+        if self.clip is None:
+            return found_inf, None
+        norm = total_norm(grads)
+        if self.clip != torch.inf:
+            # Clipping by a norm that overflowed would make every gradient 0.
+            found_inf = torch.maximum(found_inf, norm.isinf().float())
+        return found_inf, norm
 
-    def _check_scaled(self, kernel: Kernel, grads: list[Tensor]) -> Tensor:
+    def _check_scaled(
+        self, kernel: Kernel, grads: list[Tensor], scaler: LossScaler
+    ) -> tuple[Tensor, Tensor | None]:
         """Check gradients that the kernel will unscale, and compute their norm."""
-        if kernel.on_device and not grads:
-            return torch.zeros_like(self._one)  # other ranks may have some
+        if scaler.multiplies:
+            self._inverse = inverse_scale(scaler.state.scale)
         needs_norm = self.clip is not None
         if kernel.on_device:
             measured = triton_kernels.check_each(grads, norm=needs_norm)
             found_inf, squares, self._marks = measured
         else:
             found_inf, squares = kernel.check_finite(grads, norm=needs_norm)
-        if squares is not None:
-            self.norm = (squares.sqrt() * self._inverse).float()
-        return found_inf
+        if squares is None:
+            return found_inf, None
+        return found_inf, (squares.sqrt() * self._inverse).float()
 
     @property
     def _is_readable(self) -> bool:
@@ -244,51 +245,37 @@ class OptimizerStep:
     @property
     def skips_on_device(self) -> bool:
         """Whether the update kernel itself skips on overflow, without the host."""
-        if self._uses_kernel and self.masters.kernel is not None:
-            return self.masters.kernel.on_device
+        if self._kernel is not None:
+            return self._kernel.on_device
         inside = fused_optimizers.handles_found_inf(self.masters.optimizer)
         return inside and not self.masters.encoding.is_compact and not self._is_readable
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor, *, on_device: bool) -> None:
+    def update(self, found_inf: Tensor, norm: Tensor | None) -> None:
         """Clip, update and copy back to the model weights, unless `found_inf` is 1.
 
-        `on_device` is the value of `skips_on_device`.
+        `norm` is that of `check`.
         """
-        optimizer = self.masters.optimizer
-        if self._uses_kernel:
+        masters, on_device = self.masters, self.skips_on_device
+        if not on_device and found_inf:
+            return
+        max_norm = None if self.clip == torch.inf else self.clip
+        if self._kernel is not None:
             factor = self._inverse
-            if self.norm is not None and self._max_norm is not None:
-                factor = factor * (self._max_norm / (self.norm + 1e-6)).clamp(max=1.0)
-            if on_device:
-                self.masters.update(factor, found_inf=found_inf)
-            elif not found_inf:
-                self.masters.update(factor)
-        elif on_device:
-            self._clip()
-            self.masters.sync_external_writes()
-            with self.masters.own_step():
-                fused_optimizers.step(optimizer, found_inf)
-            self.masters.publish()
-        elif not found_inf:
-            self._clip()
-            self.masters.step()
-
-    @property
-    def _max_norm(self) -> float | None:
-        """Norm to clip to; None if nothing is clipped."""
-        return None if self.clip == torch.inf else self.clip
-
-    def _clip(self) -> None:
-        if self.norm is not None and self._max_norm is not None:
-            params = [param for param, _ in self.masters.grads()]
-            for mesh_params in group_by_mesh(params):
-                nn.utils.clip_grads_with_norm_(mesh_params, self._max_norm, self.norm)
-
-    def zero_grad(self) -> None:
-        """Clear the gradients and the norm of the step."""
-        self.masters.optimizer.zero_grad()  # also clears those of 16-bit weights
-        self.norm, self._uses_kernel = None, False
+            if max_norm is not None and norm is not None:
+                factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            masters.update(factor, found_inf=found_inf if on_device else None)
+            return
+        if max_norm is not None and norm is not None:
+            for mesh_params in group_by_mesh([param for param, _ in masters.grads()]):
+                nn.utils.clip_grads_with_norm_(mesh_params, max_norm, norm)
+        if on_device:
+            masters.sync_external_writes()
+            with masters.own_step():
+                fused_optimizers.step(masters.optimizer, found_inf)
+            masters.publish()
+        else:
+            masters.step()
 
 
 def _check_finite(gradients: list[Tensor]) -> Tensor:
@@ -317,7 +304,6 @@ class StepEnd:
     """1.0 if a gradient was non-finite, else 0.0, shape ()."""
     skipped: Tensor
     """1.0 if no weight was updated, else 0.0, shape ()."""
-    scaler: LossScaler | BackwardPasses
     scale_state: ScaleState
     """Of the scaler, before the step."""
     count_version: int
@@ -334,7 +320,7 @@ class AccumulationWindow:
         num_done: Micro-batches that `session.step` has counted.
         loss: Loss of the current micro-batch; None between micro-batches.
         num_contexts: Training contexts opened since the last call of `session.step`.
-        num_passes: Backward passes of unnamed losses since then.
+        num_passes: Backward passes since then.
         is_partial: A backward pass or a step is changing the gradients, or was ended
             by an exception, and the window has been dropped.
         has_gradients: The last micro-batch left gradients that the caller can clear.
@@ -392,18 +378,6 @@ class AccumulationWindow:
                 f"with accumulate={self.size} it counts as one micro-batch of "
                 f"{self.size}: call it after each backward pass."
             )
-
-    def warn_of_changed_gradients(self) -> None:
-        """Warn that gradients were changed after a backward pass.
-
-        Clipping by hand compares the norms of scaled gradients. Multiplying them, as an
-        average over ranks does, is correct at any scale but cannot be told apart.
-        """
-        warn_caller(
-            "gradients were changed between session.backward() and session.step(), "
-            "where they are multiplied by the loss scale: to clip them, call "
-            "halfstep.prepare(..., clip_grad_norm=...) instead."
-        )
 
     def warn_if_pending(self) -> None:
         """Warn once that the weights do not include the pending micro-batches."""

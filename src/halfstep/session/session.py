@@ -21,20 +21,15 @@ from halfstep._torch.optimizer_params import named_parameters as optimizer_param
 from halfstep._torch.optimizer_params import params_of, unnamed
 from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import ddp
-from halfstep.errors import require_type, warn_caller
+from halfstep.errors import UserError, require_type, warn_caller
 from halfstep.machine import recommendation
 from halfstep.masters.optimizer_in_backward import OptimizerInBackward, check_norm
 from halfstep.masters.rounding_loss import RoundingLossCounter
-from halfstep.numerics.norms import total_norm
 from halfstep.reporting.table import Report
 from halfstep.scaling import misuse
 from halfstep.scaling.found_inf_reduction import reduce_found_inf
-from halfstep.scaling.per_pass import BackwardPasses, LossScalers, Retry, free_graph
-from halfstep.scaling.step_report import (
-    Constant,
-    NonFiniteParam,
-    StepReport,
-)
+from halfstep.scaling.loss_scaler import LossScaler
+from halfstep.scaling.step_report import Constant, NonFiniteParam, StepReport
 from halfstep.session import fsdp, model_hooks
 from halfstep.session import memory as session_memory
 from halfstep.session import state_dict as session_state_dict
@@ -60,9 +55,7 @@ if TYPE_CHECKING:
     from halfstep.masters.rounding_loss import RoundingLoss
     from halfstep.policy.rules import Policy
     from halfstep.reporting.table import Table
-    from halfstep.scaling import LossScaler, ScaleRule
-
-    _AroundUpdate = Callable[[StepReport], contextlib.AbstractContextManager[object]]
+    from halfstep.scaling import ScaleRule
 
 
 _logger = logging.getLogger(__name__)
@@ -76,7 +69,7 @@ class Session(Report):
     Attributes:
         model: The prepared model. Assign a wrapper of it (DDP, torch.compile) here.
         optimizer: The optimizer; at O2 its parameters are the master weights.
-        scaler: The `halfstep.scaling.LossScaler` of the unnamed loss.
+        scaler: The `halfstep.scaling.LossScaler`.
         policy: The `Policy` in use, with the rules that the level implies.
         choice: Level, dtype and the reason for both.
         backward_call: The program's call of `backward`, as errors name it.
@@ -106,7 +99,6 @@ class Session(Report):
         device: torch.device,
         clip_grad_norm: float | None,
         accumulate: int,
-        on_overflow: Retry,
         scheduler: LRScheduler | None,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         process_group: torch.distributed.ProcessGroup | None,
@@ -118,14 +110,7 @@ class Session(Report):
         self.choice = choice
         self.backward_call = "session.backward(loss)"
         self._device = device
-        self._loss_scalers = LossScalers(rule, process_group)
-        self.scaler: LossScaler = self._loss_scalers.get_or_create("", device)
-        self._passes: BackwardPasses | None = None
-        """Set if each backward pass is unscaled and checked separately."""
-        if on_overflow.checks_each_pass:
-            self._passes = BackwardPasses(
-                self._loss_scalers, on_overflow, process_group
-            )
+        self.scaler = LossScaler(rule, device)
         self._unwrapped = model
         # As long as `self.model` is this object, it is not wrapped in DDP.
         self._model_without_ddp = model if ddp.unwrap(model) is model else None
@@ -157,7 +142,6 @@ class Session(Report):
             )
             self.scaler.monitor.log.consequence = "parameters left out"
         self._rounding_loss: RoundingLossCounter | None = None
-        self._around_update: _AroundUpdate = contextlib.nullcontext
         self._awaits_first_loss = True
         """Whether no loss has been given to `backward` yet."""
         self._num_attempted = 0
@@ -197,9 +181,7 @@ class Session(Report):
         self._masters.add_new_params()
         contexts: list[contextlib.AbstractContextManager[Any]] = []
         if self.model is not self._model_without_ddp:
-            no_sync = self._grad_sync.forward_context(
-                self.model, window.num_done, per_pass=self._passes is not None
-            )
+            no_sync = self._grad_sync.forward_context(self.model, window.num_done)
             contexts.append(no_sync)
         contexts.append(self._contexts.select(record=record))
         if torch.is_grad_enabled():
@@ -208,17 +190,12 @@ class Session(Report):
             window.num_contexts += 1
         return contexts
 
-    def backward(
-        self, loss: Tensor, *, name: str = "", retain_graph: bool = False
-    ) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Scale a loss and run its backward pass; a micro-batch may have several.
 
         Args:
             loss: Mean loss of the micro-batch, shape (). Neither scaled by a GradScaler
                 nor divided by `accumulate`: `backward` does both.
-            name: Losses with different names have separate loss scales; their
-                gradients are unscaled and checked before they are summed. Under DDP
-                each needs a forward pass of its own.
             retain_graph: Keep the graph, for another loss of the same forward pass.
 
         Raises:
@@ -227,7 +204,7 @@ class Session(Report):
             DtypeMismatch: In place of torch's error, if the pass mixes dtypes.
         """
         try:
-            self._backward(loss, name, retain=retain_graph)
+            self._backward(loss, retain=retain_graph)
         except BaseException as error:
             self._end_failed_call(error)
             mismatch = dtype_mismatch.explain(error)
@@ -235,7 +212,7 @@ class Session(Report):
                 raise mismatch from error
             raise
 
-    def _backward(self, loss: Tensor, name: str, *, retain: bool) -> None:
+    def _backward(self, loss: Tensor, *, retain: bool) -> None:
         """Check a loss, run its backward pass, and record it in the window."""
         self._grad_mode = torch.is_grad_enabled()
         is_tensor = isinstance(loss, Tensor)
@@ -247,25 +224,21 @@ class Session(Report):
             self.zero_grad()
         second_pass = window.loss is not None
         if second_pass and self._in_backward is not None:
-            raise misuse.released_twice()
+            raise UserError(
+                "optimizer_in_backward=True updates weights in each backward pass: "
+                "call session.step() before the next. Add losses up into one."
+            )
         if self._awaits_first_loss:
             self._check_first_loss(loss)
         window.is_partial = True
-        scaler = self.scaler
-        if self._passes is not None or (name and self._in_backward is None):
-            scaler = self._scaler_of_pass(name)
-        passes = self._passes
-        scaler.observe_loss(loss, self._name, self._user_policy)
-        if window.has_gradients and not second_pass and passes is None:
+        self.scaler.observe_loss(loss, self._name, self._user_policy)
+        if window.has_gradients and not second_pass:
             window.warn_if_cleared(has_gradients=bool(self._reachable_grads()))
         window.loss = loss.detach()
-        window.num_passes += not name
-        if passes is None:
-            self._run_backward(loss, scaler, second_pass, keep_graph=retain)
-        else:
-            self._run_checked(passes, loss, name, retain=retain)
+        window.num_passes += 1
+        self._run_backward(loss, second_pass, keep_graph=retain)
         if self.model is not self._model_without_ddp:
-            self._grad_sync.after_backward(per_pass=passes is not None)
+            self._grad_sync.after_backward()
         if self._checks_versions:
             self._grad_versions = self._read_grad_versions()
         window.is_partial = False
@@ -276,7 +249,13 @@ class Session(Report):
         self._awaits_first_loss = False
         if self._contexts.is_missing:
             low = self.choice.level.low_weights
-            warn_caller(misuse.no_autocast(f"{self.choice}", low_weights=low))
+            dtype = "the dtypes of the weights" if low else "fp32"
+            warn_caller(
+                "the forward pass ran outside session.autocast(), so no rule of level "
+                f"{self.choice} applied, and without another autocast it ran in "
+                f"{dtype}. Write `with session.autocast(): loss = ...` before "
+                "session.backward(loss)."
+            )
         params = [*self._unwrapped.parameters()]
         note = recommendation.small_model_note(self.choice, params, loss)
         if note:
@@ -315,63 +294,36 @@ class Session(Report):
             self.zero_grad()
             window.is_partial = True
 
-    def _scaler_of_pass(self, name: str) -> LossScaler:
-        """Return the scaler of a pass that is unscaled and checked separately.
-
-        This holds for all passes from the first named loss on, as gradients of two
-        scales cannot be added. Those of earlier passes of the window are unscaled now.
-        """
-        passes = self._passes
-        if passes is None:
-            passes = BackwardPasses(self._loss_scalers, Retry(0), self._group)
-            if self._window.num_pending:
-                self._sync_grads()
-                passes.unscale_earlier(params_of(self.optimizer))
-            self._passes = passes
-        passes.check(name, is_ddp=ddp.is_data_parallel(self.model))
-        return self._loss_scalers.get_or_create(name, self._device)
-
-    def _run_checked(
-        self, passes: BackwardPasses, loss: Tensor, name: str, *, retain: bool
-    ) -> None:
-        """Run a backward pass; unscale and check its gradients separately."""
-        scaler = self._loss_scalers.get_or_create(name, self._device)
-
-        def backward(keep: bool) -> None:
-            keep_graph = keep or retain
-            self._run_backward(loss, scaler, second_pass=False, keep_graph=keep_graph)
-            self._sync_grads()
-
-        dropped = passes.run(name, backward, params_of(self.optimizer))
-        if dropped is not None and self._running_stats is not None:
-            self._running_stats.restore(dropped)
-        if passes.keeps_graphs and not retain:
-            free_graph(loss)
-
-    def _sync_grads(self) -> None:
-        """Move gradients to the optimizer's parameters, averaged over processes."""
-        self._masters.accumulate_grads()
-        self._grad_sync.reduce_now(self.model)
-
     def _read_grad_versions(self) -> dict[int, int]:
         """Return id -> version counter of each gradient."""
         grads = self._reachable_grads()
         return dict(zip(map(id, grads), map(_VERSION, grads), strict=True))
 
     def _warn_if_grads_changed(self) -> None:
-        """Warn once if gradients were changed since the last backward pass."""
+        """Warn once if gradients were changed since the last backward pass.
+
+        Clipping by hand compares the norms of scaled gradients. Multiplying them, as an
+        average over ranks does, is correct at any scale but cannot be told apart.
+        """
         if not self._read_grad_versions().items() <= self._grad_versions.items():
             self._checks_versions = False
-            self._window.warn_of_changed_gradients()
+            warn_caller(
+                "gradients were changed between session.backward() and session.step(), "
+                "where they are multiplied by the loss scale: to clip them, call "
+                "halfstep.prepare(..., clip_grad_norm=...) instead."
+            )
 
     def _run_backward(
-        self, loss: Tensor, scaler: LossScaler, second_pass: bool, *, keep_graph: bool
+        self, loss: Tensor, second_pass: bool, *, keep_graph: bool
     ) -> None:
         """Run a backward pass; the second of a micro-batch is accumulated in fp32."""
         if keep_graph and ddp.is_data_parallel(self.model):
-            raise misuse.retain_graph_under_ddp()
+            raise UserError(
+                "retain_graph=True: DDP averages gradients once for each forward pass, "
+                "so a second loss would make ranks differ. Add losses up into one."
+            )
         size = self._window.size
-        scaled = scaler.scale(loss / size if size > 1 else loss)
+        scaled = self.scaler.scale(loss / size if size > 1 else loss)
         accumulator = self._contexts.grad_accumulator
         masters, in_backward = self._masters, self._in_backward
         # Hooks that consume gradients are active in our own passes only: the model may
@@ -424,10 +376,7 @@ class Session(Report):
             True
         """
         self._prepare_reading_grads("session.grads()")
-        if self._passes is not None:
-            pairs = self._passes.sums_in_fp32()
-        else:
-            pairs = self._optimizer_step.unscaled_grads(self.scaler)
+        pairs = self._optimizer_step.unscaled_grads(self.scaler)
         return ((self._name(param), gradient) for param, gradient in pairs)
 
     def grad_norm(self) -> Tensor:
@@ -453,8 +402,6 @@ class Session(Report):
             5.0
         """
         self._prepare_reading_grads("session.grad_norm()")
-        if self._passes is not None:
-            return total_norm(gradient for _, gradient in self._passes.sums_in_fp32())
         return self._optimizer_step.unscaled_norm(self.scaler)
 
     def _prepare_reading_grads(self, call: str) -> None:
@@ -466,9 +413,16 @@ class Session(Report):
             raise misuse.pass_failed(self.backward_call)
         if not window.num_pending:
             self._optimizer_step.reject_foreign_grads(self.backward_call)
-            raise misuse.grads_without_backward(call, self.backward_call)
+            raise UserError(
+                f"{call} was called without a backward pass since the last step; call "
+                f"it between {self.backward_call} and the step."
+            )
         if window.loss is None or window.num_done + 1 < window.size:
-            raise misuse.grads_in_window(call, window.num_pending, window.size)
+            raise UserError(
+                f"{call} was called in micro-batch {window.num_pending} of "
+                f"{window.size}: the gradients of a step are complete after the "
+                "backward pass of the last."
+            )
         if self.model is not self._model_without_ddp and self._grad_sync.is_pending:
             # As in `step`: fp32 sums are averaged over ranks.
             if self._checks_versions:
@@ -606,16 +560,11 @@ class Session(Report):
         return is_last
 
     def _update_weights(self) -> StepReport:
-        """Take one optimizer step, in five stages.
-
-        If backward passes are unscaled separately (named losses, `on_overflow`),
-        `BackwardPasses` replaces the loss scaler.
-        """
-        scaler = self.scaler if self._passes is None else self._passes
-        params, grads = self._collect_grads(scaler)
-        found_inf = self._optimizer_step.unscale(grads, scaler)
-        found_inf = reduce_found_inf(found_inf, grads, scaler.group)
-        end = self._clip_and_update(params, grads, found_inf, scaler)
+        """Take one optimizer step, in five stages."""
+        params, grads = self._collect_grads()
+        found_inf, norm = self._optimizer_step.check(grads, self.scaler)
+        found_inf = reduce_found_inf(found_inf, grads, self._group)
+        end = self._clip_and_update(params, grads, found_inf, norm)
         return self._end_step(end)
 
     def _finish_in_backward(self, in_backward: OptimizerInBackward) -> StepReport:
@@ -639,26 +588,27 @@ class Session(Report):
         )
         found_inf = torch.full((), float(bool(left_out)), device=self._device)
         skipped = torch.full((), float(is_skipped), device=self._device)
-        scaler, count = self.scaler, self._num_skipped._version  # noqa: SLF001
-        self._step_end = end = StepEnd(
-            report, found_inf, skipped, scaler, scaler.state, count, self._masters.rng
-        )
+        self._step_end = end = self._make_end(report, found_inf, skipped)
         in_backward.finish_step()
         return self._end_step(end)
 
-    def _collect_grads(
-        self, scaler: LossScaler | BackwardPasses
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _make_end(
+        self, report: StepReport, found_inf: Tensor, skipped: Tensor
+    ) -> StepEnd:
+        """Return what ends a step, with the state that shows what has been done."""
+        count = self._num_skipped._version  # noqa: SLF001
+        state, rng = self.scaler.state, self._masters.rng
+        return StepEnd(report, found_inf, skipped, state, count, rng)
+
+    def _collect_grads(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the optimizer's parameters and gradients, averaged over ranks."""
         window = self._window
         if self.model is not self._model_without_ddp:
             self._grad_sync.finish_step(self.model)
         if not self._num_attempted:
             self._check_not_replaced()
-        if self._passes is not None:
-            self._passes.restore_grads()
         step = self._optimizer_step
-        params, grads = step.collect(scaler, in_fp32=window.size > 1)
+        params, grads = step.collect(self.scaler, in_fp32=window.size > 1)
         if not grads and self._group is None:
             raise misuse.no_gradient()
         if grads and window.num_done < window.size:
@@ -671,30 +621,29 @@ class Session(Report):
         params: list[Tensor],
         grads: list[Tensor],
         found_inf: Tensor,
-        scaler: LossScaler | BackwardPasses,
+        norm: Tensor | None,
     ) -> StepEnd:
         """Update the weights unless `found_inf` is 1; return what ends the step."""
         step = self._optimizer_step
-        on_device, norm = step.skips_on_device, step.norm
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
-        if on_device or found_inf:
+        if step.skips_on_device or found_inf:
             culprits = step.nonfinite_params(params, grads, self._name)
         report = StepReport(
             self._num_attempted + 1,
             complete=True,
-            scale_used=scaler.state.scale,
+            scale_used=self.scaler.state.scale,
             found_inf=found_inf,
             norm=Constant(norm),
             culprits=culprits,
-            dropped=scaler.num_dropped,
         )
-        state, count = scaler.state, self._num_skipped._version  # noqa: SLF001
-        rng = self._masters.rng
-        end = StepEnd(report, found_inf, found_inf, scaler, state, count, rng)
+        end = self._make_end(report, found_inf, found_inf)
+        measured: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._rounding_loss is not None:
+            measured = self._rounding_loss.measure(report)
         try:
             self._step_end = end
-            with self._around_update(report):
-                step.update(found_inf, on_device=on_device)
+            with measured:
+                step.update(found_inf, norm)
         except Exception:
             self._step_end = None  # it may have updated nothing: the window is dropped
             raise
@@ -708,12 +657,11 @@ class Session(Report):
         self._num_attempted = end.report.step
         if self._num_skipped._version == end.count_version:  # noqa: SLF001
             self._num_skipped += end.skipped
-        self._optimizer_step.zero_grad()
+        self._masters.optimizer.zero_grad()  # also clears those of 16-bit weights
         if self._running_stats is not None:
             self._running_stats.restore(end.found_inf)
-        scaler = end.scaler
-        if scaler.state is end.scale_state:
-            scaler.update(end.found_inf, end.report.culprits)
+        if self.scaler.state is end.scale_state:
+            self.scaler.update(end.found_inf, end.report.culprits)
         if self._lr_schedule.scheduler is not None:
             self._lr_schedule.step(self._num_attempted - self._num_skipped)
         unmatched = self._contexts.after_step(self._num_implied_rules)
@@ -840,9 +788,7 @@ class Session(Report):
 
     def zero_grad(self) -> None:
         """Clear all gradients of the current step, including their fp32 sums."""
-        self._optimizer_step.zero_grad()
-        if self._passes is not None:
-            self._passes.reset()
+        self._masters.optimizer.zero_grad()
         self._grad_sync.is_pending = False
         if self._in_backward is not None:
             self._in_backward.discard()
@@ -850,11 +796,17 @@ class Session(Report):
 
     def __iter__(self) -> NoReturn:
         """Raise on `model, optimizer = prepare(...)`."""
-        raise misuse.session_unpacked()
+        raise TypeError(
+            "prepare() returns one Session: write session = halfstep.prepare(model, "
+            "optimizer); the model is session.model, the optimizer session.optimizer."
+        )
 
     def __reduce__(self) -> NoReturn:
         """Raise on copy and pickle: hooks would still refer to the original."""
-        raise misuse.session_copied()
+        raise UserError(
+            "a Session cannot be copied or pickled; save session.state_dict() and load "
+            "it into a session over a copy of the model."
+        )
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of "weights", "gradients", "masters" and "moments"."""
@@ -891,7 +843,6 @@ class Session(Report):
         if self._rounding_loss is not None:
             counter.last = self._rounding_loss.last
         self._rounding_loss = counter
-        self._around_update = counter.measure
 
     def lost_updates(self) -> tuple[RoundingLoss, ...]:
         """Return the last count of updates lost to rounding, by parameter group.
@@ -912,10 +863,14 @@ class Session(Report):
                 gradients.
         """
         if self._window.num_pending:
-            raise misuse.state_in_window(self._window.num_done, self.accumulate)
+            raise RuntimeError(
+                f"session.state_dict() after {self._window.num_done} of "
+                f"{self.accumulate} micro-batches, or a backward pass, would lose "
+                "their gradients; call it after a full step, or after session.flush()."
+            )
         return {
             **session_state_dict.save(self._unwrapped, self._masters, self.choice),
-            "scales": self._loss_scalers.state_dict(),
+            "scaler": self.scaler.state_dict(),
             "steps": {"attempted": self._num_attempted, "skipped": self.steps_skipped},
             "schedule": self._lr_schedule.state_dict(),
         }
@@ -945,7 +900,7 @@ class Session(Report):
                 schedule, the optimizer or a module's `set_extra_state`.
         """
         session_state_dict.check(state, self._unwrapped, self._masters)
-        self._loss_scalers.check(state["scales"])
+        self.scaler.check(state["scaler"])
         self._lr_schedule.check(state["schedule"])
         with contextlib.ExitStack() as undo:
             for group in self.optimizer.param_groups:  # a schedule may write to it
@@ -958,8 +913,7 @@ class Session(Report):
         session_state_dict.load_weights(state, self._unwrapped, self._masters)
         if state["dtype"] == self.choice.format.name:
             # Another dtype needs another scale: 65536 is right only for fp16.
-            self._loss_scalers.load_state_dict(state["scales"])
-            self.scaler = self._loss_scalers.get_or_create("", self._device)
+            self.scaler.load_state_dict(state["scaler"])
         self.zero_grad()
         if self._running_stats is not None:
             self._running_stats.save()

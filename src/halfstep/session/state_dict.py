@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 VERSION = 3
 KEYS = (
-    *("dtype", "weights", "optimizer", "scales", "steps", "schedule"),
-    *("parameters", "moments", "masters", "extra", "outside"),
+    *("dtype", "weights", "outside", "optimizer", "scaler", "steps", "schedule"),
+    *("parameters", "moments", "masters", "extra"),
 )
 INNER = {
     "optimizer": ("state", "param_groups"),
@@ -175,7 +175,7 @@ def first_moments(model: nn.Module, masters: MasterWeights) -> dict[str, Tensor]
 
 
 def check(state: dict[str, Any], model: nn.Module, masters: MasterWeights) -> None:
-    """Raise if a state cannot be loaded; warn of parameters without values in it."""
+    """Raise if a state cannot be loaded."""
     if "version" not in state:
         raise UserError(
             "this is not the state of a session. Load states of a model and of an "

@@ -318,7 +318,6 @@ class AmpScaler:
             torch.full_like(state.scale, scale),
             torch.full_like(state.clean_steps, unskipped),
         )
-        self.scaler.monitor.on_external_set(scale)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32, times the scale."""

@@ -188,9 +188,11 @@ class OptimizerEntry:
     """Applied steps at the loaded checkpoint."""
     num_passes: int = 0
     """Backward passes since its last step."""
-    checked: tuple[Tensor, Callable[[], tuple[NonFiniteParam, ...]]] | None = None
-    """found_inf of the current step, shape (), and what returns the non-finite
-    parameters; None while gradients are scaled."""
+    checked: (
+        tuple[Tensor, Tensor | None, Callable[[], tuple[NonFiniteParam, ...]]] | None
+    ) = None
+    """found_inf and norm of the current step, shape (), and what returns the
+    non-finite parameters; None while gradients are scaled."""
 
     @property
     def num_applied(self) -> int:
@@ -433,12 +435,12 @@ class LevelEngine:
         params, grads = step.collect(self.scaler, in_fp32=False, in_place=in_place)
         if not grads:
             return entry
-        found_inf = step.unscale(grads, self.scaler)
+        found_inf, norm = step.check(grads, self.scaler)
         found_inf = reduce_found_inf(found_inf, grads, None)
         culprits: Callable[[], tuple[NonFiniteParam, ...]] = tuple
         if step.skips_on_device or found_inf:
             culprits = step.nonfinite_params(params, grads, self._name)
-        entry.checked = found_inf, culprits
+        entry.checked = found_inf, norm, culprits
         return entry
 
     def _check_passes(self, entry: OptimizerEntry) -> None:
@@ -474,7 +476,7 @@ class LevelEngine:
             name, cause = type(optimizer).__name__, misuse.why_no_gradients(optimizer)
             warn_caller(f"{name}.step() changed nothing: {cause}")
             return
-        found_inf, culprits = entry.checked
+        found_inf, norm, culprits = entry.checked
         step = entry.step
         entry.num_attempted += 1
         entry.num_skipped = entry.num_skipped + found_inf
@@ -483,14 +485,14 @@ class LevelEngine:
             complete=True,
             scale_used=self.scaler.state.scale,
             found_inf=found_inf,
-            norm=Constant(step.norm),
+            norm=Constant(norm),
             culprits=culprits,
         )
         try:
-            step.update(found_inf, on_device=step.skips_on_device)
+            step.update(found_inf, norm)
         finally:
             entry.checked, entry.num_passes = None, 0
-            step.clip = step.norm = None
+            step.clip = None
         if self._found_inf is not None:
             found_inf = torch.maximum(self._found_inf, found_inf)
         self._found_inf = found_inf
