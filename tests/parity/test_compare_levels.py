@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep import UserError
-from halfstep.machine import matmul_emulation
 from halfstep.parity.training_run import checksum
 
 Make = Callable[[int], Any]
@@ -210,16 +209,6 @@ def test_checksum() -> None:
     assert checksum([zero.bfloat16(), turned]) == checksum(
         [zero.bfloat16(), turned.clone(memory_format=torch.contiguous_format)]
     )
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the note is on CPUs")
-def test_note_on_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a note says which formats are emulated; they have no times."""
-    monkeypatch.setattr(matmul_emulation, "is_needed", lambda dtype, _: dtype != "fp32")
-    for dtype, name in (("fp16", "fp16"), (torch.float16, "fp16"), ("auto", "bf16")):
-        result = hs.compare(shared(dtype=dtype), BATCHES, ["O1"], **QUICK)
-        assert f"{name}: this CPU has no {name} matmuls" in str(result)
-        assert {run.level for run in result.runs if not run.seconds} == {"O1"}
 
 
 def test_random_state_is_restored() -> None:

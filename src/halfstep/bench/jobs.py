@@ -26,7 +26,7 @@ from halfstep.bench import commands, journal, loops, measure, models
 from halfstep.bench.floor import Floor, counting_flops
 from halfstep.bench.measure import MIB, median
 from halfstep.bench.worker_process import WorkerProcess
-from halfstep.machine import hardware, matmul_emulation
+from halfstep.machine import hardware
 from halfstep.parity.equivalence import mean_interval
 from halfstep.parity.train_workload import TrainRuns
 from halfstep.reporting.table import format_count
@@ -75,8 +75,6 @@ _STATE = ("weights", "masters", "moments")
 _EVAL_ONLY_AT_END = 2**31 - 1
 """Evaluation interval longer than any run: the last weights are evaluated, none are
 selected by dev score."""
-_EMULATED = "fp16"
-"""Emulated where the CPU is slow in it; the speed of bf16 is what `train` measures."""
 
 
 def train(arguments: Namespace) -> list[Table]:
@@ -154,9 +152,6 @@ def ner(arguments: Namespace) -> list[Table]:
         for name, task in _tasks(arguments, NER, task="ner", lr=lr).items()
     }
     runs, notes = _run_all(tasks, range(arguments.seeds))
-    dtypes = {_EMULATED} & {task.get("dtype") for task in tasks.values()}
-    for note in matmul_emulation.notes(dtypes, arguments.device):
-        notes.append(f"{note}; peak MiB holds the fp32 copies of the operands")
     return [
         score_table(
             f"Entities over seeds, learning rate {lr:g}",
@@ -313,11 +308,7 @@ def run_once(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _halfstep(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """Run `halfstep train`; only the last weights are evaluated."""
-    device = settings.get("device") or hardware.capabilities().device
-    dtype = _EMULATED if settings.get("dtype") == _EMULATED else "fp32"
-    emulated = matmul_emulation.is_needed(dtype, device)
-    emulation = matmul_emulation.emulate(dtype, device)
-    with tempfile.TemporaryDirectory() as folder, emulation:
+    with tempfile.TemporaryDirectory() as folder:
         # An empty cache, since tokenizing is part of the measured time.
         os.environ["HALFSTEP_CACHE"] = str(Path(folder) / "cache")
         own = {"out": str(Path(folder) / "run"), "eval_every": _EVAL_ONLY_AT_END}
@@ -331,7 +322,7 @@ def _halfstep(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
         "scores": {k: v for k, v in scores.items() if isinstance(v, float)},
         "dev_loss": summary["dev"]["loss"],
         "state_bytes": sum(summary["memory"][part] for part in _STATE),
-        "dtype": "fp32" if emulated else summary["dtype"],
+        "dtype": summary["dtype"],
         "seconds": seconds,
         "examples_per_s": result.examples / seconds,
     }

@@ -20,8 +20,6 @@ from halfstep.errors import (
     require_positive,
     require_type,
 )
-from halfstep.machine import matmul_emulation
-from halfstep.machine.recommendation import resolve
 from halfstep.parity.candidate import PERTURBED, REFERENCE, parse_all
 from halfstep.parity.comparison import MIB, Comparison
 from halfstep.parity.equivalence import FEWEST_PAIRS
@@ -205,7 +203,7 @@ def run_comparison(
         margin,
         reason,
         tuple(runs),
-        (*workload.notes, *_conditions(candidates, settings.get("dtype", "auto"))),
+        (*workload.notes, *_conditions()),
     )
 
 
@@ -284,17 +282,13 @@ def _seeds(seeds: Any) -> tuple[int, ...]:  # noqa: ANN401
     return numbers
 
 
-def _conditions(candidates: Sequence[Candidate], dtype: str) -> list[str]:
-    """Return notes on what makes the comparison less strict; `dtype` is make's."""
-    if torch.cuda.is_available():
-        uses_tf32 = False
-        # A program that uses `fp32_precision` must not read the older names.
-        with contextlib.suppress(RuntimeError):
-            backends = torch.backends.cudnn, torch.backends.cuda.matmul
-            uses_tf32 = any(each.allow_tf32 for each in backends)
-        return [_MASKS, *([_TF32] if uses_tf32 else [])]
-    choices = [
-        resolve(each.level, each.arguments.get("dtype", dtype), "cpu")
-        for each in candidates
-    ]
-    return matmul_emulation.notes((each.format.name for each in choices), "cpu")
+def _conditions() -> list[str]:
+    """Return notes on what makes the comparison less strict."""
+    if not torch.cuda.is_available():
+        return []
+    uses_tf32 = False
+    # A program that uses `fp32_precision` must not read the older names.
+    with contextlib.suppress(RuntimeError):
+        backends = torch.backends.cudnn, torch.backends.cuda.matmul
+        uses_tf32 = any(each.allow_tf32 for each in backends)
+    return [_MASKS, *([_TF32] if uses_tf32 else [])]

@@ -20,7 +20,7 @@ from torch import nn
 
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.errors import UserError
-from halfstep.machine import gemm, matmul_emulation
+from halfstep.machine import gemm
 from halfstep.numerics.formats import FloatFormat, tensors_in
 from halfstep.parity.candidate import PERTURBED
 from halfstep.policy.levels import LEVELS
@@ -81,7 +81,7 @@ class Run:
     skipped: int
     """Steps without an update, for inf or NaN in a gradient."""
     seconds: tuple[float, ...]
-    """Duration of each step; none if matmuls were emulated."""
+    """Duration of each step."""
     peak_bytes: int
     """On a GPU the peak of torch's allocator; on a CPU the bytes of weights, gradients,
     master weights, moments and activations saved for the backward pass."""
@@ -119,7 +119,6 @@ def train(workload: Workload, candidate: Candidate, seed: int) -> Run:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     session = _prepare(candidate, model, optimizer, arguments)
-    emulation = _emulation(session)
     losses, seconds = list[float](), list[float]()
     peak_bytes, nonfinite, diverged = 0, 0, ""
     for step, micro_batches in _iterate_steps(workload, seed, session.accumulate):
@@ -129,8 +128,7 @@ def train(workload: Workload, candidate: Candidate, seed: int) -> Run:
         is_last = step == workload.steps
         try:
             with _errors_of(candidate):
-                with emulation:
-                    result = _train_step(session, loss_fn, micro_batches, is_last)
+                result = _train_step(session, loss_fn, micro_batches, is_last)
                 loss, duration, peak_bytes = result
         except LossScaleCollapse as error:
             diverged = f"step {step}: {_first_line(error)}"
@@ -149,9 +147,7 @@ def train(workload: Workload, candidate: Candidate, seed: int) -> Run:
             diverged = f"{workload.metric_name} is {metric} after step {len(losses)}"
     if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(device)
-    is_emulated = isinstance(emulation, matmul_emulation.Fp32Matmuls)
-    times = () if is_emulated else tuple(seconds)
-    curves = tuple(losses), metric, diverged, session.steps_skipped, times
+    curves = tuple(losses), metric, diverged, session.steps_skipped, tuple(seconds)
     checksums = weights_crc, first_crc, batches_crc
     return Run(candidate.name, seed, *curves, peak_bytes, *checksums)
 
@@ -298,11 +294,6 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _emulation(session: Session) -> contextlib.AbstractContextManager[object]:
-    dtype = session.choice.format.name
-    return matmul_emulation.emulate(dtype, _device(session.model).type)
-
-
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
@@ -332,7 +323,7 @@ def _metric(
         return math.fsum(last) / len(last)
     _seed_all(seed, None)
     session.model.eval()
-    with torch.no_grad(), session.autocast(), _emulation(session):
+    with torch.no_grad(), session.autocast():
         value: Any = workload.metric(session.model)
     try:
         return float(value)

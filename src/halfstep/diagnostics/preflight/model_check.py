@@ -29,7 +29,6 @@ from halfstep.diagnostics.preflight.rules import (
     verdict,
 )
 from halfstep.diagnostics.preflight.scale_search import (
-    NOT_TIMED,
     ScaleSearch,
     fp32_error,
     line_of,
@@ -281,9 +280,7 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     if scaled and (facts.output_error is not None or is_loss_far(facts)):
         batch = search.batches[0]
         facts.hidden_overflow = low_copy.find_overflow(search.loss_fn, batch)
-    if steps and low_copy.emulates_fp16:
-        search.notes.append(NOT_TIMED)
-    elif steps:
+    if steps:
         try:
             _time(facts, search, low_copy, used, steps)
         except StepError as error:
