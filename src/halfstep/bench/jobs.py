@@ -438,7 +438,7 @@ BENCHES = {
             "lr": commands.flag(
                 "learning rates, a table each; a pretrained model needs lower ones",
                 [3e-4, 1e-3, 3e-3],
-                commands.positive_floats,
+                commands.list_of(commands.positive_float),
                 "X,X",
             ),
             "mask-tokens": commands.flag(

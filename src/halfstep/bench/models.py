@@ -203,8 +203,7 @@ _TRANSFORMER_FLAGS: commands.Flags = {
     ),
 }
 _KINDS = loops.pick(
-    *("fp32", "torch.amp", "accelerate", "fabric-mixed", "fabric-true", "trainer"),
-    *("torchao-8bit", "O1 torch", "O1 lean", "O2", "O2-split", "O3"),
+    *("fp32", "torch.amp", "O1 torch", "O1 lean", "O2", "O2-split", "O3"),
 )
 _WITH_DROPOUT = _KINDS | loops.pick("torch.amp-fast", "O2-fast")
 _MODEL: Any = {"make_optimizer": make_optimizer, "loss_of": loss_of}
