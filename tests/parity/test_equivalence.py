@@ -10,16 +10,7 @@ from halfstep.parity.equivalence import (
     equivalence_test,
     mean_interval,
     seeds_needed,
-    t_quantile,
 )
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 29, 30, 200, 999])
-@pytest.mark.parametrize("probability", [0.6, 0.9, 0.95, 0.975, 0.999])
-def test_quantile_is_scipys(freedom: int, probability: float) -> None:
-    """Law: quantiles of Student's t are exact."""
-    expected = stats.t.ppf(probability, freedom)
-    assert t_quantile(probability, freedom) == pytest.approx(expected, rel=1e-12)
 
 
 def test_interval_is_scipys() -> None:

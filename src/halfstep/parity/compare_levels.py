@@ -22,14 +22,14 @@ from halfstep.errors import (
 )
 from halfstep.parity.candidate import PERTURBED, REFERENCE, parse_all
 from halfstep.parity.comparison import MIB, Comparison
-from halfstep.parity.equivalence import FEWEST_PAIRS
+from halfstep.parity.equivalence import CONFIDENCE, FEWEST_PAIRS, t_quantile
 from halfstep.parity.run_store import RunStore
 from halfstep.parity.training_run import (
     Run,
     Workload,
     check_paired,
     check_repeatable,
-    check_stored,
+    first_checksums,
     train,
 )
 
@@ -96,17 +96,18 @@ def compare(
         margin: Largest difference of the metric that counts as none, > 0. None: 1 % of
             fp32's mean.
         out: Folder in which finished runs are stored. A later call with the same folder
-            does not run them again; it may add levels and seeds. None: nowhere.
+            and settings does not run them again; it may add levels and seeds. None:
+            nowhere.
         progress: Called with a line after each run.
 
     Returns:
         The comparison; `print` it.
 
     Raises:
-        UserError: If an argument is invalid; if a level cannot run; if `make` or
-            `batches` differ between calls, or the batches end too soon; under
-            torchrun with several processes; or if `out` holds runs of other settings,
-            or cannot be written.
+        UserError: If scipy is not installed; if an argument is invalid; if a level
+            cannot run; if `make` or `batches` differ between calls, or the batches end
+            too soon; under torchrun with several processes; or if `out` cannot be read
+            or written.
 
     Example:
         >>> def make(seed):
@@ -172,6 +173,7 @@ def run_comparison(
             f"compare trains in one process, and this is one of {processes}: start it "
             "without torchrun."
         )
+    t_quantile(CONFIDENCE, 1)  # fails before hours of training if it must
     numbers = _seeds(seeds)
     if margin is not None:
         margin = require_positive("margin", margin, "above 0, in units of the metric")
@@ -220,18 +222,22 @@ def _run_all(
     for index, seed in enumerate(seeds):
         # In turn, so that a slow hour of the machine does not fall on one level.
         order = compared[::-1] if index % 2 else compared
-        loaded = {each.name: store.load(each, seed) for each in (REFERENCE, *order)}
-        earlier = next(filter(None, loaded.values()), None)
-        if earlier is not None:  # the others are compared with it
-            check_stored(workload, earlier)
+        loaded = {level: run for (level, at), run in store.runs.items() if at == seed}
+        if loaded:
+            start = first_checksums(workload, seed)
+            loaded = {
+                level: run
+                for level, run in loaded.items()
+                if (run.weights_crc, run.first_batches_crc) == start
+            }
         if not index:  # a level that cannot run is reported before hours of training
             first_step = replace(workload, steps=1, metric=None)
             for each in (REFERENCE, *candidates):
-                if loaded[each.name] is None:
+                if each.name not in loaded:
                     train(first_step, each, seed)
         reference: Run | None = None
         for candidate in (REFERENCE, *order):
-            stored = loaded[candidate.name]
+            stored = loaded.get(candidate.name)
             run = stored or train(workload, candidate, seed)
             reference = reference or run
             check_paired(run, reference)

@@ -8,6 +8,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from halfstep.errors import UserError
 from halfstep.reporting.table import format_count
 
 if TYPE_CHECKING:
@@ -141,31 +142,13 @@ def seeds_needed(mean: float, std: float, margin: float) -> int | None:
 def t_quantile(probability: float, freedom: int) -> float:
     """Return the value that Student's t does not exceed with a probability.
 
-    By bisection of the exact finite series for whole degrees of freedom (Abramowitz and
-    Stegun, 26.7.3 and 26.7.4), as scipy is not a dependency.
-
-    Example:
-        >>> round(t_quantile(0.95, 2), 6)
-        2.919986
+    Raises:
+        UserError: scipy is not installed.
     """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):  # halves the angle's interval to the last bit of a float
-        angle = (low + high) / 2
-        if 0.5 + 0.5 * _within(angle, freedom) < probability:
-            low = angle
-        else:
-            high = angle
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def _within(angle: float, freedom: int) -> float:
-    """Return P(|T| <= t) with t = sqrt(freedom) * tan(angle)."""
-    cosine, sine = math.cos(angle), math.sin(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for divisor in range(2 + odd, freedom + 1, 2):
-        total += term
-        term *= cosine * cosine * (divisor - 1) / divisor
-    if odd:
-        return 2 / math.pi * (angle + sine * total)
-    return sine * total
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise UserError(
+            "compare needs scipy: pip install 'halfstep[train]', or pip install scipy."
+        ) from error
+    return float(stats.t.ppf(probability, freedom))

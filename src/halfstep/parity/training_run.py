@@ -61,7 +61,7 @@ class Workload:
     metric_name: str
     lower_is_better: bool
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings that runs in a folder must share."""
+    """Further settings that the runs of a comparison share."""
     notes: tuple[str, ...] = ()
 
 
@@ -197,7 +197,7 @@ def make(
 def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
     """Raise unless two calls of `make` with one seed give the same initial weights.
 
-    Returns the settings of the optimizer and `prepare`, which stored runs must share.
+    Returns the settings of the optimizer and `prepare`, which all runs share.
     """
     pair = [make(workload, seed) for _ in range(2)]
     states = [model.state_dict() for model, *_ in pair]
@@ -211,19 +211,14 @@ def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
                 "anew in each call."
             )
     _, optimizer, _, arguments = pair[0]
-    settings = {"optimizer": type(optimizer).__name__}
-    for key in optimizer.defaults:
-        values = {str(group[key]): 1 for group in optimizer.param_groups}
-        settings[f"optimizer.{key}"] = ", ".join(values)
-    for name, value in arguments.items():
-        settings[name] = _text(value)
-        state = value.state_dict() if hasattr(value, "state_dict") else {}
-        settings |= {f"{name}.{key}": _text(each) for key, each in state.items()}
-    return settings
+    objects = {"optimizer": optimizer, **arguments}
+    return {name: _text(value) for name, value in objects.items()}
 
 
 def _text(value: object) -> str:
-    """Return plain values as text, and the type of any other."""
+    """Return plain values and states as text, and the type of any other."""
+    if hasattr(value, "state_dict"):
+        return f"{type(value).__name__}: {_text(value.state_dict())}"
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_text(each)}" for key, each in value.items())
     if isinstance(value, list | tuple):
@@ -232,19 +227,11 @@ def _text(value: object) -> str:
     return str(value) if is_plain else type(value).__name__
 
 
-def check_stored(workload: Workload, run: Run) -> None:
-    """Raise unless a stored run began with the weights and batches of this call."""
-    model, _, _, arguments = make(workload, run.seed)
-    steps = _iterate_steps(workload, run.seed, arguments.get("accumulate", 1))
-    for what, ours, stored in (
-        ("initial weights", checksum(model.state_dict()), run.weights_crc),
-        ("batches", checksum(next(steps)[1]), run.first_batches_crc),
-    ):
-        if ours != stored:
-            raise UserError(
-                f"out holds runs of seed {run.seed} with other {what} than those of "
-                "this call: use the same make and batches, or choose another folder."
-            )
+def first_checksums(workload: Workload, seed: int) -> tuple[int, int]:
+    """Return the `weights_crc` and `first_batches_crc` of a run of this seed."""
+    model, _, _, arguments = make(workload, seed)
+    _, batches = next(_iterate_steps(workload, seed, arguments.get("accumulate", 1)))
+    return checksum(model.state_dict()), checksum(batches)
 
 
 def check_paired(run: Run, reference: Run) -> None:
