@@ -57,7 +57,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(cpu, "facts", dict)
     monkeypatch.setattr(hardware, "capabilities", lambda: AMX)
     monkeypatch.setattr(gemm, "measure", planted.measure)
-    monkeypatch.setattr(hardware, "time", planted)
+    monkeypatch.setattr(hardware.time, "time", planted.time)
     monkeypatch.setattr(hardware, "_process_rates", {})
     return planted
 

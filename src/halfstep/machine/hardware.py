@@ -375,10 +375,12 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
     for where in dict.fromkeys((capabilities().device, "cpu")):
         gemms = measured_rates(where, refresh=refresh)
         fp32 = gemms.rates["fp32"]
-        age = _age(time.time() - gemms.time) if gemms.time else "-"
+        day = "-"
+        if gemms.time:
+            day = time.strftime("%Y-%m-%d", time.localtime(gemms.time))
         for name, rate in gemms.rates.items():
             spread, means = gemms.spread[name], native(name, where) or "-"
-            rows.append((where, name, rate, rate / fp32, spread, age, means))
+            rows.append((where, name, rate, rate / fp32, spread, day, means))
         if gemms.why_not_cached:
             notes.append(f"{where}: not cached: {gemms.why_not_cached}.")
     advice = recommend()
@@ -390,11 +392,3 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
         Table("Matmul rates, measured", rates_columns, tuple(rows), tuple(notes)),
         Table("Advice", ("level", "dtype", "why"), (row,)),
     )
-
-
-def _age(seconds: float) -> str:
-    """Format an age in the largest unit that fits."""
-    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            return f"{format_count(int(seconds // length), unit)} ago"
-    return "now"
