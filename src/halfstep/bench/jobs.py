@@ -432,7 +432,7 @@ BENCHES = {
         "confidence intervals, precision, recall, memory and speed.",
         {
             **_data("entities"),
-            # So that the default table takes less than an hour on two cores.
+            # So that the default table takes less than an hour on two cores with fp16.
             "epochs": commands.flag("passes over the data", 15),
             "batch-size": commands.flag("texts of one step", 32),
             "lr": commands.flag(

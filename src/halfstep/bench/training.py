@@ -203,11 +203,10 @@ def measure_steps(arguments: Namespace) -> Measured:
         for seed in range(seeds or 1):
             for each in [*processes]:
                 facts[each] = processes[each].request({"seed": seed})
-                why = facts[each]["absent"]
+                why = facts[each].pop("absent")
                 if why is not None:
                     absent[each] = why
-                    for by_name in (processes, facts, seconds):
-                        by_name.pop(each, None)
+                    del processes[each], facts[each]
                 if not seed:
                     measure.progress(f"{each}: {why or 'ready'}")
             losses.clear()
