@@ -32,11 +32,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     without_figures(monkeypatch)
 
 
-def test_candidates() -> None:
-    """Law: the baseline is a candidate."""
-    assert jobs.BASELINE in NER
-
-
 # The tables
 
 

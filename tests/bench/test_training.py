@@ -1,20 +1,18 @@
 """The harness for training steps, and `bench recipe`."""
 
-import json
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self
 from unittest.mock import Mock
 
 import pytest
 import torch
-from bench_runs import flags, planted_rates, rows, run, tables
+from bench_runs import flags, planted_rates, rows, tables
 from processes import group_of_one
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from halfstep.bench import commands, loops, recipe, results, training
+from halfstep.bench import commands, loops, recipe, training
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.errors import UserError
 
@@ -157,27 +155,6 @@ def test_table() -> None:
         *((name, {"steps": 5}) for name in turns),
         *((name, "closed") for name in ["O2-kahan", *started[::-1]]),
     ]
-
-
-@pytest.mark.usefixtures("planted")
-def test_measurements_outlive_a_defect(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Law: whatever fails after the last turn, all turns are on disk and printed."""
-    defect = Mock(side_effect=LookupError("no metadata"))
-    monkeypatch.setattr(results, "conditions", defect)
-    words = f"{SHORT} --candidates torch.amp,O2 --json {tmp_path / 'result'}"
-    with pytest.raises(LookupError, match="no metadata"):
-        run("recipe", words)
-    lines = (tmp_path / "result.part").read_text(encoding="utf-8").splitlines()
-    turns = [each for each in map(json.loads, lines) if "seconds" in each]
-    seconds = [(each["name"], each["seconds"]) for each in turns]
-    assert seconds == [
-        *(("torch.amp", 4.0), ("O2", 1.0), ("O2", 1.0)),
-        *(("torch.amp", 2.0), ("torch.amp", 8.0), ("O2", 1.0)),
-    ]
-    assert not (tmp_path / "result").exists()
-    assert "Measured so far" in capsys.readouterr().err
 
 
 def test_recipe_in_processes(capsys: pytest.CaptureFixture[str]) -> None:

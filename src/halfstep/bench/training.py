@@ -114,7 +114,7 @@ def tables(arguments: Namespace) -> list[Table]:
     }
     notes = (
         f"{measure.in_turn(rounds)} to {first}; result: against {first}",
-        "O: halfstep",
+        "O1, O2, O3: levels of halfstep",
         *floor.notes(f"{got.flops / 1e9:.4g}"),
         f"peak: {_PEAK[arguments.device]}",
         "saved: bytes saved for the backward pass of a micro-batch, without weights",

@@ -222,14 +222,7 @@ def _run_all(
     for index, seed in enumerate(seeds):
         # In turn, so that a slow hour of the machine does not fall on one level.
         order = compared[::-1] if index % 2 else compared
-        loaded = {level: run for (level, at), run in store.runs.items() if at == seed}
-        if loaded:
-            start = first_checksums(workload, seed)
-            loaded = {
-                level: run
-                for level, run in loaded.items()
-                if (run.weights_crc, run.first_batches_crc) == start
-            }
+        loaded = _stored_runs(store, workload, seed)
         if not index:  # a level that cannot run is reported before hours of training
             first_step = replace(workload, steps=1, metric=None)
             for each in (REFERENCE, *candidates):
@@ -251,14 +244,25 @@ def _run_all(
     return runs
 
 
+def _stored_runs(store: RunStore, workload: Workload, seed: int) -> dict[str, Run]:
+    """Return level -> run of a seed, of those that began as this call's runs begin."""
+    stored = [run for run in store.runs.values() if run.seed == seed]
+    if not stored:
+        return {}
+    start = first_checksums(workload, seed)
+    return {
+        run.level: run
+        for run in stored
+        if (run.weights_crc, run.first_batches_crc) == start
+    }
+
+
 def _outcome(run: Run, workload: Workload) -> str:
     if run.diverged:
         return f"diverged: {run.diverged}"
-    time = ""
-    if run.seconds:
-        time = f"{1e3 * statistics.median(run.seconds):.1f} ms a step, "
     return (
-        f"{workload.metric_name} {run.metric:.4f}, {time}"
+        f"{workload.metric_name} {run.metric:.4f}, "
+        f"{1e3 * statistics.median(run.seconds):.1f} ms a step, "
         f"{run.peak_bytes / MIB:.0f} MiB, {run.skipped} skipped"
     )
 
