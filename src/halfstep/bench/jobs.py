@@ -11,7 +11,6 @@ import os
 import statistics
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,11 +21,12 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from halfstep.bench import commands, journal, loops, measure, models
+from halfstep.bench import commands, journal, loops, measure
 from halfstep.bench.floor import Floor, counting_flops
 from halfstep.bench.measure import MIB, median
 from halfstep.bench.worker_process import WorkerProcess
 from halfstep.machine import hardware
+from halfstep.numerics import formats
 from halfstep.parity.equivalence import mean_interval
 from halfstep.parity.train_workload import TrainRuns
 from halfstep.reporting.table import format_count
@@ -37,6 +37,8 @@ from halfstep.train.run import build_network, run
 from halfstep.train.signals import Diverged
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from halfstep.reporting.table import Cell, Table
 
 Run = Mapping[str, Any]
@@ -369,28 +371,31 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
         optimizer, lambda step: lr_factor(step, plan.total_steps, config.warmup)
     )
 
-    def clip(*_: object) -> None:
-        clip_grad_norm_(net.parameters(), config.clip)
-
-    # Of unscaled gradients; neither runs in a step that the scaler skips.
-    optimizer.register_step_pre_hook(clip)
+    # Not in a step that the scaler skips.
     optimizer.register_step_post_hook(lambda *_: schedule.step())
     dtype = "fp16" if device == "cuda" else "bf16"
-    work = Namespace(device=device, dtype=dtype)
-    scaled = torch.float16, torch.bfloat16
-    task = loops.Task(net, optimizer, models.loss_of, work, scaled)
-    loop = loops.plain(task, low=amp)
+    low = formats.parse(dtype).dtype
+    scaler = torch.amp.GradScaler(device, enabled=amp)
     losses = []
     start = time.perf_counter()
     for _ in range(settings["epochs"]):
-        losses += [loop.step([batch]).item() for batch in loader]
+        for batch in loader:
+            with torch.autocast(device, low, enabled=amp):
+                loss = net(**batch).loss
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(net.parameters(), config.clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
     seconds = time.perf_counter() - start
     return losses, {
         "scores": runs.scores(net, runs.split),
         "dev_loss": runs.scores(net, "dev")["loss"],
         "skipped": len(losses) - schedule.last_epoch,
         "steps": len(losses),
-        "state_bytes": loop.state_bytes(),
+        "state_bytes": loops.state_bytes(net, optimizer),
         "dtype": dtype if amp else "fp32",
         "seconds": seconds,
         "examples_per_s": settings["epochs"] * len(examples) / seconds,

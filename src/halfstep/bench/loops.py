@@ -36,8 +36,6 @@ class Task:
     work: Namespace
     """Has `device`, "cpu" or "cuda"; `dtype`, "bf16" or "fp16"; and `accumulate`, the
     micro-batches of a step."""
-    scaled_dtypes: tuple[torch.dtype, ...] = (torch.float16,)
-    """For which `plain` uses a GradScaler; bf16 needs none, but many programs do."""
 
 
 @dataclass
@@ -66,12 +64,17 @@ class Loop:
         if self.session:
             memory: dict[str, int] = self.session.memory()
             return memory["weights"] + memory["masters"] + memory["moments"]
-        groups, states = self.optimizer.param_groups, self.optimizer.state.values()
-        tensors = [p for group in groups for p in group["params"]]
-        tensors += [v for state in states for v in state.values() if torch.is_tensor(v)]
-        every = (*self.model.parameters(), *tensors)
-        storages = (t.untyped_storage() for each in every for t in inner_tensors(each))
-        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        return state_bytes(self.model, self.optimizer)
+
+
+def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """Return the bytes of a model's weights, and of what an optimizer holds."""
+    groups, states = optimizer.param_groups, optimizer.state.values()
+    tensors = [p for group in groups for p in group["params"]]
+    tensors += [v for state in states for v in state.values() if torch.is_tensor(v)]
+    every = (*model.parameters(), *tensors)
+    storages = (t.untyped_storage() for each in every for t in inner_tensors(each))
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def plain(task: Task, *, low: bool = True) -> Loop:
@@ -86,7 +89,7 @@ def plain(task: Task, *, low: bool = True) -> Loop:
         with torch.autocast(device, dtype, enabled=low):
             return task.loss_of(model, batch)
 
-    return _scaled(task, forward, scales=dtype in task.scaled_dtypes)
+    return _scaled(task, forward, scales=dtype == torch.float16)
 
 
 def _scaled(task: Task, forward: Callable[[Any], Tensor], *, scales: bool) -> Loop:
