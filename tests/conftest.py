@@ -37,7 +37,6 @@ _NUMERIC = {
         planted_faults preflight_rules probe replay replay_losses
         replay_odd
     """,
-    "machine": "matmul_emulation",
     "masters": """
         bf16_codecs cpu_kernels master masters_direct masters_forms
         optimizer_in_backward

@@ -100,7 +100,7 @@ def test_env(
 ) -> None:
     """Law: rates and advice are printed, and are in the data as numbers."""
     rates = hardware.gemm_rates("cpu")
-    measured = GemmRates(rates, dict.fromkeys(rates, 0.0), 0.0)
+    measured = GemmRates(rates, dict.fromkeys(rates, 0.0))
     monkeypatch.setattr(hardware, "measured_rates", lambda *_, **__: measured)
     assert leave("env", "--json", "env.json") == 0
     out, err = capsys.readouterr()
@@ -156,7 +156,7 @@ def test_emulation_is_warned_of(
     assert leave(*TRAIN, *RUN[:2], "--level", "O2", "--dtype", "bf16") == 0
     assert capsys.readouterr().err == (
         "halfstep: warning: dtype=bf16: this cpu runs bf16 matmuls at 0.250 "
-        "TFLOP/s, fp32 at 1.000 (it has no instructions for it): expect 4.0 times the "
+        "TFLOP/s, fp32 at 1.000: expect 4.0 times the "
         "time. Use level O0.\n"
     )
 

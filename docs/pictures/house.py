@@ -16,7 +16,7 @@ PICTURE = Path(__file__).with_suffix(".svg")
 PURPOSES = {
     "__main__": "python -m halfstep",
     "cli": "the command line",
-    "bench": "halfstep bench: measurements against other libraries",
+    "bench": "halfstep bench: measurements against torch.amp",
     "parity": "compare: levels against fp32, over seeds",
     "train": "halfstep train: text classifiers and taggers",
     "launch": "halfstep run: unmodified scripts",

@@ -327,9 +327,8 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 @_command(
     {},
-    help="compare levels and other libraries in time, memory and accuracy",
-    description="Measure halfstep against torch.amp and other libraries, in turn "
-    "in one run.",
+    help="compare levels and torch.amp in time, memory and accuracy",
+    description="Measure halfstep against torch.amp, in turn in one run.",
 )
 def _bench(arguments: argparse.Namespace) -> None:
     run_workload(arguments, lambda tables, data: _show(tables, arguments.json, data))

@@ -60,10 +60,8 @@ REJECTED = {
     "encoder --dropout 1": f"'1' {SHARE}",
     "encoder --lr quick": f"'quick' {SHARE}",
     "ner --lr 1e-3,0": "'0' must be a number above 0",
-    "ner --lr 1e-3,0.001": "'1e-3' must stand there once, to six digits",
     "ner --lr nan": "'nan' must be a number above 0",
     "recipe --candidates apex": "'apex' must be all or of fp32, torch.amp,",
-    "recipe --candidates O2,O2": "'O2' must stand there once",
     "recipe --candidates O2,": "'' must be all or of fp32, torch.amp,",
 }
 """Words after `halfstep bench` -> how the value is rejected."""
@@ -79,10 +77,13 @@ def test_bad_flags(words: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_names() -> None:
-    """Law: "all" are all candidates, in the order of the help, as is the default."""
+    """Law: "all" are all candidates, in the order of the help, as is the default.
+
+    One that is named twice counts once.
+    """
     assert flags("ner", "").candidates == [*NER]
     assert flags("ner", "--candidates all").candidates == [*NER]
-    assert flags("recipe", "--candidates O2,fp32").candidates == ["O2", "fp32"]
+    assert flags("recipe", "--candidates O2,fp32,O2").candidates == ["O2", "fp32"]
 
 
 def test_no_cuda(

@@ -16,7 +16,7 @@ from small_training import (
 
 from halfstep.bench import jobs
 from halfstep.bench.jobs import NER, TRAIN
-from halfstep.machine import hardware, matmul_emulation
+from halfstep.machine import hardware
 from halfstep.parity.train_workload import TrainRuns
 from halfstep.scaling import LossScaleCollapse
 from halfstep.train.config import TrainConfig
@@ -30,11 +30,6 @@ SCORES = ("loss", "accuracy", "macro_f1", "macro_precision", "macro_recall", "mc
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     small_and_measured(monkeypatch)
     without_figures(monkeypatch)
-
-
-def test_candidates() -> None:
-    """Law: the baseline is a candidate."""
-    assert jobs.BASELINE in NER
 
 
 # The tables
@@ -208,27 +203,16 @@ def test_a_test_split_is_evaluated(
     assert (clip.call_count, plain["skipped"]) == (plain["steps"], 0)
 
 
-@pytest.mark.parametrize(
-    ("low", "slow"),
-    [("O1-bf16", True), ("O1-fp16-unscaled", True), ("O1-fp16-unscaled", False)],
-)
 def test_ner_turns(
-    *,
     entities: str,
     tasks: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    low: str,
-    slow: bool,
 ) -> None:
     """Law: a seed meets all candidates before the next does, there and back.
 
-    Each run has its candidate's settings. That matmuls are emulated is noted where
-    fp16 ran on a CPU without them, only there.
+    Each run has its candidate's settings.
     """
-    monkeypatch.setattr(
-        matmul_emulation, "is_needed", lambda dtype, _: slow and dtype != "fp32"
-    )
+    low = "O1-fp16-unscaled"
     words = f"--data {entities} --limit 30 --epochs 2 --seeds 2 --device cpu"
     words += f" --lr 1e-3,1e-4 --candidates {low},fp32"
     table, other = tables("ner", words)
@@ -251,8 +235,6 @@ def test_ner_turns(
     ]
     (evaluated,) = [note for note in table.notes if note.startswith("F1:")]
     assert " dev texts, by which nothing was chosen: " in evaluated
-    notes = [note for note in table.notes if "fp16 matmuls" in note]
-    assert len(notes) == (slow and "fp16" in low)
 
 
 def test_train_turns(texts: str, tasks: list[dict[str, Any]]) -> None:
@@ -301,12 +283,11 @@ def test_a_run_that_diverges(
 
 
 def test_for_real(texts: str, entities: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: runs in processes have what the tables need, emulated fp16 too.
+    """Law: runs in processes have what the tables need, fp16 too.
 
     The plain loop and ours train the same texts, from the same learning rate.
     """
     monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
-    monkeypatch.setattr(matmul_emulation, "is_needed", lambda dtype, _: dtype != "fp32")
     monkeypatch.setenv("HALFSTEP_CACHE", "")
     monkeypatch.setattr(jobs, "WorkerProcess", Candidate)
     ner = f"--data {entities} --epochs 1 --seeds 1 --candidates fp32,O1-fp16 --lr 1e-3"

@@ -1,4 +1,4 @@
-"""What a run leaves: its data, a comparison with an earlier run, a picture."""
+"""What a run leaves: its data, and a comparison with an earlier run."""
 
 import json
 import shlex
@@ -13,7 +13,6 @@ from bench_runs import Candidate, flags, planted_rates, rejected, rows, run
 from halfstep.bench import results, training
 from halfstep.errors import UserError
 from halfstep.machine import hardware
-from halfstep.reporting.table import Table
 
 SMALL = "--width 8 --batch 4 --steps 1 --rounds 3 --candidates fp32,O2 --device cpu"
 
@@ -101,7 +100,7 @@ def test_no_run(tmp_path: Path) -> None:
     arguments = flags("recipe", SMALL)
     with pytest.raises(UserError, match="cannot be read: No such file or directory"):
         results.load_earlier(file, arguments)
-    run: Any = {"workload": "scaler", "settings": {}, "machine": {}, "seconds": {}}
+    run: Any = {"workload": "recipe", "settings": {}, "machine": {}, "seconds": {}}
     broken = [{**run, key: [0]} for key in ("settings", "machine", "seconds")]
     broken += [{}, run | {"seconds": {"torch": ["x"]}}]
     texts = [json.dumps([{"run": each}]) for each in broken]
@@ -109,37 +108,6 @@ def test_no_run(tmp_path: Path) -> None:
         file.write_text(text, encoding="utf-8")
         with pytest.raises(UserError, match="holds no run of halfstep bench: use its"):
             results.load_earlier(file, arguments)
-
-
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_plot(tmp_path: Path, suffix: str) -> None:
-    """Law: each row with a figure becomes a bar, in the format of the suffix."""
-    cells = (("fp32", 2.0, 0.1), ("O2", 0.5, 0.1), ("O3", None, None))
-    table = Table("Times", ("candidate", "x torch.amp", "+-"), cells)
-    file = tmp_path / f"bars.{suffix}"
-    results.plot([table], file)
-    head = {"png": b"\x89PNG", "svg": b"<?xml"}[suffix]
-    assert file.read_bytes().startswith(head)
-
-
-def test_nothing_to_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: where all candidates were rejected, a line says so."""
-    table = Table("Times", ("candidate", "x torch.amp"), (("O3", None),))
-    results.plot([table], tmp_path / "x.svg")
-    assert "nothing was measured that could be drawn" in capsys.readouterr().err
-
-
-def test_plots_that_cannot_be_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: a suffix, a folder or a library that is missing is named at the start."""
-    with pytest.raises(UserError, match=r"x.pdf must end in .png or .svg\."):
-        results.check_plot(tmp_path / "x.pdf")
-    with pytest.raises(UserError, match="there is no folder "):
-        results.check_plot(tmp_path / "none" / "x.svg")
-    monkeypatch.setattr(results, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"--plot needs matplotlib: pip install "):
-        results.check_plot(tmp_path / "x.svg")
 
 
 REPEATED = {

@@ -1,24 +1,18 @@
 """The harness for training steps, and `bench recipe`."""
 
-import json
-import sys
 from argparse import Namespace
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 from unittest.mock import Mock
 
 import pytest
 import torch
-from bench_runs import flags, planted_rates, rows, run, tables
+from bench_runs import flags, planted_rates, rows, tables
 from processes import group_of_one
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from halfstep.bench import commands, loops, recipe, results, training
+from halfstep.bench import commands, loops, recipe, training
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.errors import UserError
 
@@ -42,31 +36,20 @@ def _floor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: who cannot run here has a reason: package, device, dtype or optimizer."""
-    monkeypatch.setattr(
-        training, "find_spec", lambda name: name != "accelerate" or None
-    )
+    """Law: who cannot keep memory here has a reason: the device, or the C library."""
     libc = ["glibc"]
     monkeypatch.setattr(training.platform, "libc_ver", lambda: libc)
 
-    def absent(**more: Any) -> dict[str, str]:
-        settings = work(**{"optimizer": "adamw"} | more)
-        reasons = {n: training.why_absent(c, settings) for n, c in BENCH.kinds.items()}
+    def absent(device: str) -> dict[str, str]:
+        own = work(device=device)
+        reasons = {n: training.why_absent(c, own) for n, c in BENCH.kinds.items()}
         return {name: why for name, why in reasons.items() if why is not None}
 
-    missing = {"accelerate": "not installed"}
     kept = ("torch.amp-kept", "torch.amp-fused-kept", "O2-kept")
-    torchao = ("torchao-8bit", "torchao-4bit", "O2-8bit")
-    others = ("fabric-mixed", "fabric-true", "trainer", *torchao)
-    assert absent() == missing
-    adamw = dict.fromkeys(torchao, "of --optimizer adamw only")
-    assert absent(optimizer="sgd") == missing | adamw
-    no_fp16 = dict.fromkeys(others, "no fp16 on a CPU")
-    assert absent(dtype="fp16") == missing | no_fp16
-    of_cpu = dict.fromkeys(kept, "of CPU memory only")
-    assert absent(device="cuda") == missing | of_cpu
+    assert absent("cpu") == {}
+    assert absent("cuda") == dict.fromkeys(kept, "of CPU memory only")
     libc[0] = ""
-    assert absent() == missing | dict.fromkeys(kept, "of glibc only")
+    assert absent("cpu") == dict.fromkeys(kept, "of glibc only")
 
 
 def test_kept_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +106,6 @@ class Process:
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     Process.log = []
     monkeypatch.setattr(training, "WorkerProcess", Process)
-    monkeypatch.setattr(training, "find_spec", lambda _: None)
 
 
 SHORT = f"{SMALL} --rounds 3 --steps 5"
@@ -133,10 +115,10 @@ SHORT = f"{SMALL} --rounds 3 --steps 5"
 def test_table() -> None:
     """Law: ratios are of the same round, the median last; none without a baseline.
 
-    Who is not installed, or is rejected, has a row. All take turns; then all are
+    Who is rejected has a row. All take turns; then all are
     closed. Floor: 1 MFLOP at 2 GFLOP/s, and 1 MB at 1 GB/s, are 1.5 ms.
     """
-    names = "torch.amp,torch.amp-kept,accelerate,O2,O2-kahan"
+    names = "torch.amp,torch.amp-kept,O2,O2-kahan"
     (table,) = tables("recipe", f"{SHORT} --candidates {names}")
     cells = {row["candidate"]: row for row in rows(table)}
     assert ",".join(map(str, cells)) == names
@@ -162,8 +144,7 @@ def test_table() -> None:
     # Of torch.amp to itself with memory kept: 2, 1, 4.
     assert (amp["x torch.amp"], amp["x torch.amp-kept"]) == (1.0, 2.0)
     assert (amp["+-"], amp["result"]) == (0.0, None)
-    for name, why in (("accelerate", "not installed"), ("O2-kahan", "rejected")):
-        assert list(cells[name].values())[1:] == [*[None] * 13, why]
+    assert list(cells["O2-kahan"].values())[1:] == [*[None] * 13, "rejected"]
     assert "O2-kahan rejected: of bf16 only" in table.notes
     why = "x pure: empty, since pure did not run: not among --candidates"
     assert [note for note in table.notes if "empty, since" in note] == [why]
@@ -174,27 +155,6 @@ def test_table() -> None:
         *((name, {"steps": 5}) for name in turns),
         *((name, "closed") for name in ["O2-kahan", *started[::-1]]),
     ]
-
-
-@pytest.mark.usefixtures("planted")
-def test_measurements_outlive_a_defect(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Law: whatever fails after the last turn, all turns are on disk and printed."""
-    defect = Mock(side_effect=LookupError("no metadata"))
-    monkeypatch.setattr(results, "conditions", defect)
-    words = f"{SHORT} --candidates torch.amp,O2 --json {tmp_path / 'result'}"
-    with pytest.raises(LookupError, match="no metadata"):
-        run("recipe", words)
-    lines = (tmp_path / "result.part").read_text(encoding="utf-8").splitlines()
-    turns = [each for each in map(json.loads, lines) if "seconds" in each]
-    seconds = [(each["name"], each["seconds"]) for each in turns]
-    assert seconds == [
-        *(("torch.amp", 4.0), ("O2", 1.0), ("O2", 1.0)),
-        *(("torch.amp", 2.0), ("torch.amp", 8.0), ("O2", 1.0)),
-    ]
-    assert not (tmp_path / "result").exists()
-    assert "Measured so far" in capsys.readouterr().err
 
 
 def test_recipe_in_processes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,56 +172,23 @@ def test_recipe_in_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == [f"{name}: ready" for name in names.split(",")]
 
 
-class Failing(Process):
-    """A candidate that fails at a seed."""
-
-    seed = 0
-
-    def __init__(self, name: str, *_: object) -> None:
-        self.name, self.turn = name, -1
-
-    def request(self, question: Any) -> dict[str, Any]:
-        if question.get("seed") == self.seed and self.name != "torch.amp":
-            message = f"candidate {self.name} ended with status 1"
-            raise UserError(message)
-        self.turn = 0  # of few planted seconds
-        return super().request(question)
-
-
-def test_a_library_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: another library that fails has a row and a note; halfstep's own ends it.
-
-    Where it fails at a later seed, there are no figures: seeds before are too few.
-    """
-    Process.log = []
-    monkeypatch.setattr(training, "WorkerProcess", Failing)
-    (table,) = tables("recipe", f"{SHORT} --candidates accelerate")
-    assert table.rows[0][-1] == "failed"
-    why = "accelerate failed: candidate accelerate ended with status 1"
-    assert why in table.notes
-    with pytest.raises(UserError, match="candidate O2 ended with status 1"):
-        tables("recipe", f"{SHORT} --candidates O2")
-    monkeypatch.setattr(Failing, "seed", 1)
-    monkeypatch.setitem(SECONDS, "accelerate", SECONDS["O2"])
-    words = "--steps 5 --seeds 2 --candidates torch.amp,accelerate --device cpu"
-    (table,) = tables("conv", words)
-    assert (table.rows[1][1], table.rows[1][-1]) == (None, "failed")
-
-
 def test_loss_of_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: the loss is the mean over seeds, each of its last steps."""
 
-    class Seeded(Failing):
+    class Seeded(Process):
         losses = iter([9.0, 1.0, 9.0, 2.0])
 
+        def __init__(self, name: str, *_: object) -> None:
+            self.name = name
+
         def request(self, question: Any) -> dict[str, Any]:
+            self.turn = 0  # of few planted seconds
             answer = super().request(question)
             if "steps" in question:
                 answer["losses"] = [next(self.losses)]
             return answer
 
     Process.log = []
-    monkeypatch.setattr(Failing, "seed", 7)
     monkeypatch.setattr(training, "WorkerProcess", Seeded)
     words = "--steps 5 --seeds 2 --candidates torch.amp --device cpu"
     (table,) = tables("conv", words)
@@ -366,42 +293,6 @@ def test_saved_in_parts() -> None:
     assert counter.bytes == 4 * (4 * 8 + 4 * 16)
 
 
-GIVEN: dict[str, Any] = {
-    "accelerate": {"cpu": True, "gradient_accumulation_steps": 3}
-    | {"mixed_precision": "bf16"},
-    "fabric-mixed": {"accelerator": "cpu", "devices": 1, "precision": "bf16-mixed"},
-    "fabric-true": {"accelerator": "cpu", "devices": 1, "precision": "bf16-true"},
-}
-
-
-@pytest.mark.parametrize("name", GIVEN)
-def test_other_libraries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a library gets dtype, device and micro-batches, and learns as fp32 does."""
-    package = loops.CANDIDATES[name].package
-    if package is None or find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    kind = "Accelerator" if name == "accelerate" else "Fabric"
-    make, given = getattr(import_module(package), kind), []
-
-    def noting(**settings: Any) -> Any:
-        given.append(settings)
-        return make(**settings)
-
-    monkeypatch.setattr(f"{package}.{kind}", noting)
-    own = work(width=64, optimizer="sgd-momentum")  # AdamW ignores a factor
-    assert trained(name, own) == pytest.approx(trained("fp32", own), rel=2**-7)
-    assert given == [GIVEN[name]]
-
-
-@pytest.mark.parametrize("name", ["mixed", "true"])
-def test_fabric_in_fp16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: Fabric calls fp16 16."""
-    module = SimpleNamespace(Fabric=lambda **given: pytest.fail(given["precision"]))
-    monkeypatch.setitem(sys.modules, "lightning_fabric", module)
-    with pytest.raises(pytest.fail.Exception, match=f"^16-{name}$"):
-        make_loop(f"fabric-{name}", work(dtype="fp16"))
-
-
 # In the process of a candidate
 
 
@@ -423,19 +314,6 @@ def test_server() -> None:
     assert turn["losses"] == trained("torch.amp", steps=5)[training.WARM_UP :]
     server({"seed": 1})
     assert server({"steps": 2})["losses"] == turn["losses"]
-
-
-@pytest.mark.parametrize("name", ["fp32", "accelerate", "trainer"])
-def test_all_take_as_many_steps(name: str) -> None:
-    """Law: a library warms up with as many steps as others, so that losses compare."""
-    package = loops.CANDIDATES[name].package
-    if package and find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    settings = work(accumulate=1)
-    server = training.worker("recipe", name, vars(settings))
-    assert server({"seed": 1})["absent"] is None
-    losses = server({"steps": 1})["losses"]
-    assert losses == pytest.approx(trained("fp32", settings)[3:], rel=2**-7)
 
 
 def test_rejections_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:

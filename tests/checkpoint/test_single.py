@@ -153,11 +153,8 @@ def test_existing_directory_is_refused(kept: Path) -> None:
     (kept.parent / "file").touch()
     for name in ("kept", "empty", "file"):
         target = kept.parent / name
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(CheckpointError, match=f"^{target} exists; "):
             save(target, {}, {}, {})
-        assert str(caught.value) == (
-            f"{target} exists; a checkpoint is never written over another."
-        )
     assert {name: (kept / name).read_bytes() for name in FILES} == before
     assert sorted(p.name for p in kept.parent.iterdir()) == ["empty", "file", "kept"]
 
@@ -167,12 +164,8 @@ def test_existing_directory_is_refused(kept: Path) -> None:
 )
 def test_what_could_not_be_loaded_is_not_saved(culprit: object, tmp_path: Path) -> None:
     """Law: a state that `load` would refuse is refused while the run still lives."""
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match="more than tensors and plain values"):
         save(tmp_path / "c", {}, {"a": [culprit]}, {})
-    assert str(caught.value) == (
-        "the state to save holds more than tensors and plain values, and could not be "
-        "loaded again; keep to dicts, lists, tuples, tensors, numbers, strings."
-    )
     assert not list(tmp_path.iterdir())
 
 
@@ -284,17 +277,12 @@ def test_flipped_byte(name: str, kept: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_truncated_or_longer(name: str, kept: Path) -> None:
-    """Law: a file that ends early, or late, is refused."""
+    """Law: a file that ends early, or late, is refused by name."""
     path = kept / name
     content = path.read_bytes()
     for length in (0, 1, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
-        assert refusal(kept) == (
-            f"checkpoint file {path} is damaged: it is not valid JSON."
-            if name == "manifest.json"
-            else f"checkpoint file {path} is truncated or altered: {length} bytes, its "
-            f"manifest says {len(content)}. Resume from another checkpoint."
-        )
+        assert f"checkpoint file {path} is " in refusal(kept)
     path.write_bytes(content + b"0")
     assert str(path) in refusal(kept)
 
@@ -303,30 +291,27 @@ def test_damage_is_named(kept: Path) -> None:
     """Law: each kind of damage is told apart, with the file and what to do."""
     state, manifest = kept / "state.pt", kept / "manifest.json"
     content, said = bytearray(state.read_bytes()), manifest.read_text(encoding="utf-8")
+    remedy = "Resume from another checkpoint."
     content[100] ^= 1
     state.write_bytes(content)
-    assert refusal(kept) == (
-        f"checkpoint file {state} is damaged: its SHA-256 is not the one in "
-        "manifest.json. Resume from another checkpoint."
-    )
-    manifest.write_text(said.replace("1.weight", "9.weight"), encoding="utf-8")
-    assert refusal(kept) == (
-        f"checkpoint file {manifest} is damaged: its seal does not match its content. "
-        "Resume from another checkpoint."
-    )
+    sums = f"{state} is damaged: its SHA-256 is not the one in manifest.json. {remedy}"
+    assert refusal(kept) == f"checkpoint file {sums}"
+    state.write_bytes(content[:9])
+    bytes_ = f"9 bytes, its manifest says {len(content)}. {remedy}"
+    assert refusal(kept).endswith(f"{state} is truncated or altered: {bytes_}")
     state.unlink()
-    manifest.write_text(said, encoding="utf-8")
-    assert refusal(kept) == (
-        f"checkpoint {kept} has no state.pt; it is incomplete. Resume from another "
-        "checkpoint."
-    )
-    manifest.write_text(said.replace('"schema": 1', '"schema": 2'), encoding="utf-8")
-    assert refusal(kept) == f"{manifest} has schema 2; this halfstep reads schema 1."
-    for foreign in ("[]", "{}", "null"):
-        manifest.write_text(foreign, encoding="utf-8")
-        assert refusal(kept) == (
-            f"{manifest} has schema None; this halfstep reads schema 1."
-        )
+    missing = f"checkpoint {kept} has no state.pt; it is incomplete. {remedy}"
+    assert refusal(kept) == missing
+    seal = "is damaged: its seal does not match its content."
+    schema = "has schema {}; this halfstep reads schema 1."
+    for text, words in (
+        (said.replace("1.weight", "9.weight"), seal),
+        (said[:9], "is damaged: it is not valid JSON."),
+        (said.replace('"schema": 1', '"schema": 2'), schema.format(2)),
+        *((foreign, schema.format(None)) for foreign in ("[]", "{}", "null")),
+    ):
+        manifest.write_text(text, encoding="utf-8")
+        assert f"{manifest} {words}" in refusal(kept)
 
 
 @pytest.mark.parametrize("kind", ["absent", "empty", "foreign", "file"])
@@ -353,10 +338,7 @@ def test_code_is_not_run(plain: bool, kept: Path, tmp_path: Path) -> None:
     else:
         torch.save({"a": Trap(trap)}, state)
     reseal(kept)
-    assert refusal(kept) == (
-        f"checkpoint file {state} holds more than tensors and plain values; it was not "
-        "written by halfstep and is not loaded."
-    )
+    assert f"{state} holds more than tensors and plain values; " in refusal(kept)
     assert not trap.exists()
     # Twin: the trap works, and everything but the code was right.
     if plain:

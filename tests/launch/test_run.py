@@ -117,25 +117,6 @@ PROGRAMS = {
             optimizer.step()
             print(loss.item())
     """,
-    "saving and resuming": """
-        import io
-        for step in range(4):
-            loss = F.cross_entropy(model(x), y)  # low
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            print(loss.item())
-            if step == 1:
-                file = io.BytesIO()
-                torch.save([model.state_dict(), optimizer.state_dict()], file)
-                file.seek(0)
-                weights, state = torch.load(file, weights_only=True)
-                assert {each.dtype for each in weights.values()} == {torch.float32}
-                model = net(16, 32, 4)
-                optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-                model.load_state_dict(weights)
-                optimizer.load_state_dict(state)
-    """,
     "torch.compile": """
         torch._dynamo.utils.counters.clear()
         compiled = torch.compile(model, backend="aot_eager")
@@ -590,7 +571,8 @@ with torch.no_grad():
     assert not out.equal(F.linear(hidden, model[3].weight, model[3].bias))
 out.sum().backward()
 optimizer.step()
-tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+state = [each for of in optimizer.state.values() for each in of.values()]
+tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters()), *state]
 assert {t.dtype for t in tensors} == {torch.float32}
 """
     )
@@ -682,7 +664,6 @@ def test_spawned_ranks(launch: Any) -> None:
 
 REFUSED = {
     (*RUN, "other.py"): "there is no script other.py.",
-    (*RUN, "--", "other.py"): "there is no script other.py.",
     (*RUN, "-m", "no.such"): "there is no module named no.such.",
     (*RUN, "--dtype", "fp8", "script.py"): "--dtype fp8 must be bf16, fp16 or auto.",
     (*RUN, "--level", "o1", "script.py"): "--level o1 must be auto, O0 or O1.",
@@ -706,7 +687,7 @@ UNKNOWN = (
 )
 
 
-@pytest.mark.parametrize("value", ["1", "O1:fp99", "banana\n"])
+@pytest.mark.parametrize("value", ["1", "banana\n"])
 def test_unknown_values_change_nothing(launch: Any, value: str) -> None:
     """Law: a program that imports torch runs as without the variable, after a line."""
     program = BEGIN + "model(x).sum().backward(); optimizer.step(); print(model(x))"
@@ -715,7 +696,7 @@ def test_unknown_values_change_nothing(launch: Any, value: str) -> None:
     assert ours.stderr == plain.stderr + UNKNOWN.format(value)
 
 
-@pytest.mark.parametrize("value", ["0", " ", "off", "False", "no"])
+@pytest.mark.parametrize("value", [" ", "False"])
 def test_off(trained: Any, value: str) -> None:
     """Law: words for off, and spaces, are as no variable."""
     assert trained(BEGIN + "model(x)", value).stderr == ""

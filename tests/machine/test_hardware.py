@@ -20,19 +20,20 @@ CARD = Gpu("a card", (7, 5), 2**34)
 CPUINFO_X86 = """\
 processor\t: 0
 model name\t: A Xeon: the model
-flags\t\t: fpu sse2 avx512f avx512_bf16 amx_bf16 amx_tile
+flags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16 amx_tile
 
 processor\t: 1
 model name\t: another
 flags\t\t: fpu
 """
+X86_SETS = ("AVX2", "AVX512", "AVX512-BF16", "AMX-BF16")
 CPUINFO_ARM = "processor\t: 0\nFeatures\t: fp asimdhp bf16\nCPU part\t: 0xd0c\n"
 
 
 @pytest.mark.parametrize(
     ("text", "name", "sets"),
     [
-        (CPUINFO_X86, "A Xeon: the model", ("AVX512", "AVX512-BF16", "AMX-BF16")),
+        (CPUINFO_X86, "A Xeon: the model", X86_SETS),
         (CPUINFO_ARM, "an architecture", ("NEON-FP16", "NEON-BF16")),
         ("", "an architecture", ()),
         (None, "an architecture", ()),

@@ -20,8 +20,7 @@ from halfstep.machine.gemm import GemmRates
 from halfstep.numerics import formats
 
 RATES = {"fp32": 2.0, "bf16": 5.0, "fp16": 0.25}
-QUIET = GemmRates(RATES, dict.fromkeys(RATES, 0.05), 0.01)
-BUSY = replace(QUIET, doubt="threads waited 40% of the time for a CPU", waited=0.4)
+MEASURED = GemmRates(RATES, dict.fromkeys(RATES, 0.05))
 AMX = Capabilities("a processor", 8, 4, ("AVX512", "AMX-BF16"), (), "2.99")
 DAY = 24 * 3600.0
 
@@ -30,11 +29,11 @@ class Machine:
     """A machine whose measurements are planted and counted."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.count, self.found, self.now = folder, 0, QUIET, 1e9
+        self.folder, self.count, self.found, self.now = folder, 0, MEASURED, 1e9
 
     def measure(self, _device: str) -> GemmRates:
         self.count += 1
-        return self.found
+        return replace(self.found, time=self.now)
 
     def time(self) -> float:
         return self.now
@@ -46,7 +45,6 @@ class Machine:
 
 def new_process() -> None:
     hardware._process_rates.clear()
-    hardware._latest.clear()
 
 
 @pytest.fixture
@@ -59,25 +57,20 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(cpu, "facts", dict)
     monkeypatch.setattr(hardware, "capabilities", lambda: AMX)
     monkeypatch.setattr(gemm, "measure", planted.measure)
-    monkeypatch.setattr(hardware, "time", planted)
+    monkeypatch.setattr(hardware.time, "time", planted.time)
     monkeypatch.setattr(hardware, "_process_rates", {})
-    monkeypatch.setattr(hardware, "_latest", {})
     return planted
 
 
 def test_measured_once(here: Machine) -> None:
     """Law: one measurement a machine; the process and the disk both remember."""
-    found = replace(QUIET, time=1e9)
+    found = replace(MEASURED, time=1e9)
     assert hardware.measured_rates() == hardware.measured_rates("cpu") == found
     new_process()
     here.now += DAY
     assert hardware.measured_rates() == found
     assert here.count == 1
     assert [file.suffix for file in here.files()] == [".json"]
-
-
-def _limited(name: str, value: str) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setenv(name, value)
 
 
 def _replaced(owner: object, name: str, value: object) -> Any:
@@ -88,15 +81,10 @@ CARD = Gpu("a card", (8, 0), 2**34)
 OTHERS: dict[str, Any] = {
     "processor": _replaced(hardware, "capabilities", replace(AMX, cpu="another")),
     "GPU": _replaced(hardware, "capabilities", replace(AMX, gpus=(CARD,))),
-    "flags": _replaced(cpu, "facts", {"flags": "fpu avx2"}),
+    "flags": _replaced(hardware, "capabilities", replace(AMX, instruction_sets=())),
     "host": _replaced(platform, "node", "another"),
-    "oneDNN's limit": _limited("ONEDNN_MAX_CPU_ISA", "AVX2"),
-    "ATen's limit": _limited("ATEN_CPU_CAPABILITY", "avx2"),
-    "MKL's limit": _limited("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
-    "OpenMP": _limited("OMP_WAIT_POLICY", "passive"),
-    "instructions in use": _replaced(
-        torch.backends.cpu, "get_cpu_capability", "DEFAULT"
-    ),
+    "limit": lambda patch: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    "in use": _replaced(torch.backends.cpu, "get_cpu_capability", "DEFAULT"),
     "threads": _replaced(torch, "get_num_threads", 63),
     "torch": lambda patch: patch.setattr(torch, "__version__", "99.0"),
 }
@@ -109,7 +97,7 @@ def test_other_conditions_are_measured_anew(
     """Law: whatever decides the rates has an entry of its own, and none is lost."""
     hardware.measured_rates()
     slow = {"fp32": 2.0, "bf16": 0.026, "fp16": 0.02}
-    here.found = replace(QUIET, rates=slow)
+    here.found = replace(MEASURED, rates=slow)
     with pytest.MonkeyPatch.context() as patch:
         change(patch)
         for _ in range(2):
@@ -120,31 +108,12 @@ def test_other_conditions_are_measured_anew(
     assert len(here.files()) == 2
 
 
-def test_measured_under_load_is_for_this_process(here: Machine) -> None:
-    """Law: rates in doubt are not cached, and what rests on them says so."""
-    here.found = BUSY
-    for _ in range(2):
-        assert hardware.measured_rates().why_not_cached == BUSY.doubt
-    assert here.count == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            hardware, "gemm_rates", lambda *_: dict(hardware.measured_rates().rates)
-        )
-        reason = hardware.recommend().reason
-    assert reason.endswith(f" (AMX-BF16); measured under load: {BUSY.doubt}")
-    (note,) = hardware.tables()[1].notes
-    assert note == f"cpu: used in this process only, not cached: {BUSY.doubt}."
-    assert here.files() == []
-    new_process()
-    here.found = QUIET
-    assert hardware.measured_rates().why_not_cached == ""
-    assert len(here.files()) == 1
-
-
 def test_refresh_measures_each_time(here: Machine) -> None:
     """Law: `refresh` measures whenever it is asked to, and the new figures stay."""
     hardware.measured_rates()
-    here.found = replace(QUIET, rates={name: 2 * rate for name, rate in RATES.items()})
+    here.found = replace(
+        MEASURED, rates={name: 2 * rate for name, rate in RATES.items()}
+    )
     assert hardware.measured_rates(refresh=True).rates == here.found.rates
     new_process()
     assert hardware.measured_rates().rates == here.found.rates
@@ -173,7 +142,6 @@ ALTERED: dict[str, Any] = {
     "zero": {"rates": {"fp32": 0, "bf16": 1, "fp16": 1}},
     "nan": {"rates": {"fp32": math.nan, "bf16": 1, "fp16": 1}},
     "infinite": {"rates": {"fp32": 1, "bf16": math.inf, "fp16": 1}},
-    "no number of spread": {"spread": {"fp32": None, "bf16": 0, "fp16": 0}},
     "no time": {"time": None},
     "foreign": {"key": "another"},
 }
@@ -190,7 +158,7 @@ def test_broken_entry_is_replaced(case: str, here: Machine) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | ALTERED[case]))
     for _ in range(2):
         new_process()
-        assert hardware.measured_rates() == replace(QUIET, time=1e9)
+        assert hardware.measured_rates() == replace(MEASURED, time=1e9)
     assert here.count == 2
     assert here.files() == [file]
 
@@ -245,7 +213,7 @@ def test_oldest_files_go(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None
     """Law: the folder does not grow: jobs on ever new processors leave few files."""
     monkeypatch.setattr(rate_cache, "MAX_FILES", 3)
     for number in range(5):
-        rate_cache.save(f"host {number}", replace(QUIET, time=1e9))
+        rate_cache.save(f"host {number}", replace(MEASURED, time=1e9))
         for file in here.files():  # a second passes
             age = file.stat().st_mtime - 1
             os.utime(file, (age, age))
@@ -253,25 +221,16 @@ def test_oldest_files_go(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None
     assert left == [2, 3, 4]
 
 
-def test_children_are_given_the_rates(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law: under load a process measures once, for its children too."""
-    here.found = BUSY
-    assert hardware.child_environment() == {}
-    hardware.measured_rates()
-    ((name, word),) = hardware.child_environment().items()
-    new_process()
-    monkeypatch.setenv(name, word)
-    told = hardware.measured_rates("cpu")
-    assert (told.rates, told.doubt) == (RATES, "")
-    assert told.why_not_cached == "set by HALFSTEP_RATES"
+def test_rates_that_are_given(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: HALFSTEP_RATES replaces the measurement, of the devices that it names."""
+    monkeypatch.setenv("HALFSTEP_RATES", json.dumps({"cpu": RATES}))
+    given = hardware.measured_rates("cpu")
+    assert (given.rates, given.why_not_cached) == (RATES, "set by HALFSTEP_RATES")
     assert hardware.tables()[1].rows[0][5] == "-"  # nobody knows when
-    assert hardware.recommend("cpu").level == "O2"
-    assert here.count == 1
-    monkeypatch.setenv(name, '{"cuda": {"fp32": 1}}')
+    assert here.count == 0
+    monkeypatch.setenv("HALFSTEP_RATES", '{"cuda": {"fp32": 1}}')
     hardware.measured_rates("cpu")
-    assert here.count == 2
+    assert here.count == 1
 
 
 def test_bad_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

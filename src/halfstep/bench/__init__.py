@@ -1,1 +1,1 @@
-"""Benchmarks of halfstep's levels against torch.amp and other libraries."""
+"""Benchmarks of halfstep's levels against torch.amp."""

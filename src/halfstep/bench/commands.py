@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import re
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -30,55 +29,28 @@ Flags = dict[str, dict[str, Any]]
 # Readers of flag values; argparse prints the flag's name before their messages.
 
 
-_POSITIVE = "0*[1-9][0-9]*"
+def number(
+    kind: Callable[[str], Any], is_valid: Callable[[Any], bool], expected: str
+) -> Callable[[str], Any]:
+    """Return a parser of numbers in a range."""
 
-
-def _check(valid: object, text: str, expected: str) -> None:
-    if not valid:
-        raise argparse.ArgumentTypeError(f"{text!r} {expected}")
-
-
-def positive_int(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    expected = "must be a whole number of at least 1"
-    _check(re.fullmatch(_POSITIVE, text), text, expected)
-    return int(text)
-
-
-def positive_floats(text: str) -> list[float]:
-    """Parse comma-separated numbers above 0."""
-    expected = "must be a number above 0"
-    parts = text.split(",")
-    values = [_number(each, lambda x: 0 < x < math.inf, expected) for each in parts]
-    words = [f"{value:g}" for value in values]
-    for part, word in zip(parts, words, strict=True):
-        _check(words.count(word) == 1, part, "must stand there once, to six digits")
-    return values
-
-
-def share(text: str) -> float:
-    """Parse a number from 0 to below 1."""
-    return _number(text, lambda x: 0 <= x < 1, "must be a number from 0 to below 1")
-
-
-def _number(text: str, is_valid: Callable[[float], bool], expected: str) -> float:
-    with contextlib.suppress(ValueError):
-        if is_valid(float(text)):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} {expected}")
-
-
-def name_list(choices: Collection[str]) -> Callable[[str], list[str]]:
-    """Return a parser of comma-separated names; "all" means all of them."""
-
-    def read(text: str) -> list[str]:
-        names = list(choices) if text == "all" else text.split(",")
-        for name in names:
-            _check(name in choices, name, f"must be all or of {', '.join(choices)}")
-            _check(names.count(name) == 1, name, "must stand there once")
-        return names
+    def read(text: str) -> Any:  # noqa: ANN401 -- of the kind
+        with contextlib.suppress(ValueError):
+            if is_valid(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} must be {expected}")
 
     return read
+
+
+positive_int = number(int, lambda x: x > 0, "a whole number of at least 1")
+positive_float = number(float, lambda x: 0 < x < math.inf, "a number above 0")
+share = number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+
+
+def list_of(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Return a parser of comma-separated values, each of which counts once."""
+    return lambda text: [*dict.fromkeys(map(read, text.split(",")))]
 
 
 # Flags
@@ -105,19 +77,24 @@ def choice(text: str, *choices: str) -> dict[str, Any]:
 
 def names(choices: Collection[str]) -> dict[str, Any]:
     """Return a flag of comma-separated names, all of them by default."""
-    text = f"of {', '.join(choices)}; all for all of them (the default)"
-    return flag(text, None, name_list(choices), "NAME,NAME") | {"default": [*choices]}
+    listed = ", ".join(choices)
+
+    def read(name: str) -> str:
+        if name not in choices:
+            raise argparse.ArgumentTypeError(f"{name!r} must be all or of {listed}")
+        return name
+
+    def read_all(text: str) -> list[str]:
+        return [*choices] if text == "all" else list_of(read)(text)
+
+    text = f"of {listed}; all for all of them (the default)"
+    return flag(text, None, read_all, "NAME,NAME") | {"default": [*choices]}
 
 
 DEVICE = {"choices": ("cpu", "cuda"), "help": "(default cuda if there is one)"}
 DTYPE = choice("16-bit format", "bf16", "fp16")
 PLACE: Flags = {"dtype": DTYPE, "device": DEVICE}
 ACCUMULATE = "micro-batches of one step"
-
-
-def rounds(default: int) -> dict[str, Any]:
-    """Return the flag --rounds."""
-    return flag("rounds: in each, every candidate is measured once", default)
 
 
 @dataclass
@@ -149,9 +126,7 @@ class Row:
 _TRANSFORMERS = dependencies.TO_PREDICT
 _TRAIN = dependencies.TO_TRAIN
 BENCHES = {
-    "recipe": Row(
-        "recipe", "large linear layers: all levels, torch.amp, other libraries"
-    ),
+    "recipe": Row("recipe", "large linear layers: all levels, torch.amp"),
     "encoder": Row("models", "a BERT encoder", _TRANSFORMERS),
     "decoder": Row("models", "a small GPT", _TRANSFORMERS),
     "conv": Row("models", "a small ResNet", _TRANSFORMERS),
@@ -167,7 +142,7 @@ examples:
   halfstep bench recipe                      a few minutes on two cores
   halfstep bench recipe --width 513          widths that are no multiple of 8
   halfstep bench recipe --accumulate 8       eight micro-batches a step
-  halfstep bench encoder --json now.json --plot now.svg
+  halfstep bench encoder --json now.json
   halfstep bench encoder --json new.json --against now.json
 Each table ends with its conditions and with the command that repeats it. A difference \
 smaller than the column +- is no difference."""
@@ -196,7 +171,6 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
     outputs = {
         "json": "write the tables and each measurement as JSON; - prints JSON instead "
         "of tables. While it runs, FILE.part has what was measured so far",
-        "plot": "draw the tables as bars: FILE.png or FILE.svg",
         "against": "compare the times with a file of --json, from the same machine "
         "and settings",
     }
@@ -243,8 +217,6 @@ def run_workload(
     if hasattr(arguments, "device"):
         arguments.device = hardware.pick_device(arguments.device)
     bench.check(arguments)
-    if arguments.plot:
-        results.check_plot(arguments.plot)
     path = arguments.against
     earlier = results.load_earlier(path, arguments) if path else None
     with journal.open_journal(arguments.json) as log:
@@ -253,5 +225,3 @@ def run_workload(
         if earlier:
             tables.append(results.against(path, earlier, seconds))
         show(tables, partial(results.data, arguments, tables, seconds))
-        if arguments.plot:
-            results.plot(tables, arguments.plot)

@@ -11,7 +11,6 @@ import os
 import statistics
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,11 +21,12 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from halfstep.bench import commands, journal, loops, measure, models
+from halfstep.bench import commands, journal, loops, measure
 from halfstep.bench.floor import Floor, counting_flops
 from halfstep.bench.measure import MIB, median
 from halfstep.bench.worker_process import WorkerProcess
-from halfstep.machine import hardware, matmul_emulation
+from halfstep.machine import hardware
+from halfstep.numerics import formats
 from halfstep.parity.equivalence import mean_interval
 from halfstep.parity.train_workload import TrainRuns
 from halfstep.reporting.table import format_count
@@ -37,6 +37,8 @@ from halfstep.train.run import build_network, run
 from halfstep.train.signals import Diverged
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from halfstep.reporting.table import Cell, Table
 
 Run = Mapping[str, Any]
@@ -75,8 +77,6 @@ _STATE = ("weights", "masters", "moments")
 _EVAL_ONLY_AT_END = 2**31 - 1
 """Evaluation interval longer than any run: the last weights are evaluated, none are
 selected by dev score."""
-_EMULATED = "fp16"
-"""Emulated where the CPU is slow in it; the speed of bf16 is what `train` measures."""
 
 
 def train(arguments: Namespace) -> list[Table]:
@@ -154,9 +154,6 @@ def ner(arguments: Namespace) -> list[Table]:
         for name, task in _tasks(arguments, NER, task="ner", lr=lr).items()
     }
     runs, notes = _run_all(tasks, range(arguments.seeds))
-    dtypes = {_EMULATED} & {task.get("dtype") for task in tasks.values()}
-    for note in matmul_emulation.notes(dtypes, arguments.device):
-        notes.append(f"{note}; peak MiB holds the fp32 copies of the operands")
     return [
         score_table(
             f"Entities over seeds, learning rate {lr:g}",
@@ -313,11 +310,7 @@ def run_once(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _halfstep(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """Run `halfstep train`; only the last weights are evaluated."""
-    device = settings.get("device") or hardware.capabilities().device
-    dtype = _EMULATED if settings.get("dtype") == _EMULATED else "fp32"
-    emulated = matmul_emulation.is_needed(dtype, device)
-    emulation = matmul_emulation.emulate(dtype, device)
-    with tempfile.TemporaryDirectory() as folder, emulation:
+    with tempfile.TemporaryDirectory() as folder:
         # An empty cache, since tokenizing is part of the measured time.
         os.environ["HALFSTEP_CACHE"] = str(Path(folder) / "cache")
         own = {"out": str(Path(folder) / "run"), "eval_every": _EVAL_ONLY_AT_END}
@@ -331,7 +324,7 @@ def _halfstep(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
         "scores": {k: v for k, v in scores.items() if isinstance(v, float)},
         "dev_loss": summary["dev"]["loss"],
         "state_bytes": sum(summary["memory"][part] for part in _STATE),
-        "dtype": "fp32" if emulated else summary["dtype"],
+        "dtype": summary["dtype"],
         "seconds": seconds,
         "examples_per_s": result.examples / seconds,
     }
@@ -378,28 +371,31 @@ def _plain(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
         optimizer, lambda step: lr_factor(step, plan.total_steps, config.warmup)
     )
 
-    def clip(*_: object) -> None:
-        clip_grad_norm_(net.parameters(), config.clip)
-
-    # Of unscaled gradients; neither runs in a step that the scaler skips.
-    optimizer.register_step_pre_hook(clip)
+    # Not in a step that the scaler skips.
     optimizer.register_step_post_hook(lambda *_: schedule.step())
     dtype = "fp16" if device == "cuda" else "bf16"
-    work = Namespace(device=device, dtype=dtype)
-    scaled = torch.float16, torch.bfloat16
-    task = loops.Task(net, optimizer, models.loss_of, work, scaled)
-    loop = loops.plain(task, low=amp)
+    low = formats.parse(dtype).dtype
+    scaler = torch.amp.GradScaler(device, enabled=amp)
     losses = []
     start = time.perf_counter()
     for _ in range(settings["epochs"]):
-        losses += [loop.step([batch]).item() for batch in loader]
+        for batch in loader:
+            with torch.autocast(device, low, enabled=amp):
+                loss = net(**batch).loss
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(net.parameters(), config.clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
     seconds = time.perf_counter() - start
     return losses, {
         "scores": runs.scores(net, runs.split),
         "dev_loss": runs.scores(net, "dev")["loss"],
         "skipped": len(losses) - schedule.last_epoch,
         "steps": len(losses),
-        "state_bytes": loop.state_bytes(),
+        "state_bytes": loops.state_bytes(net, optimizer),
         "dtype": dtype if amp else "fp32",
         "seconds": seconds,
         "examples_per_s": settings["epochs"] * len(examples) / seconds,
@@ -441,13 +437,13 @@ BENCHES = {
         "confidence intervals, precision, recall, memory and speed.",
         {
             **_data("entities"),
-            # So that the default table takes less than an hour on two cores.
+            # So that the default table takes less than an hour on two cores with fp16.
             "epochs": commands.flag("passes over the data", 15),
             "batch-size": commands.flag("texts of one step", 32),
             "lr": commands.flag(
                 "learning rates, a table each; a pretrained model needs lower ones",
                 [3e-4, 1e-3, 3e-3],
-                commands.positive_floats,
+                commands.list_of(commands.positive_float),
                 "X,X",
             ),
             "mask-tokens": commands.flag(

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Iterable, Iterator
 
-DEFAULTS: dict[str, dict[str, float]] = {
-    "cpu": {"layers": 4, "hidden": 256, "heads": 4, "batch": 16, "lr": 3e-4},
-    "cuda": {"layers": 12, "hidden": 768, "heads": 12, "batch": 32, "lr": 1e-4},
+SIZES: dict[str, tuple[str, float, float]] = {
+    "layers": ("layers", 4, 12),
+    "hidden": ("width of the residual stream", 256, 768),
+    "heads": ("attention heads", 4, 12),
+    "batch": ("texts of a micro-batch", 16, 32),
+    "lr": ("learning rate of AdamW", 3e-4, 1e-4),
 }
-"""Device -> defaults of flags; on cuda those of BERT base, which needs a lower lr."""
+"""Flag -> help, default on a CPU, on cuda: BERT base, which needs a lower lr."""
 
 CLASSES, GROUP = 4, 8  # of texts: number of labels, and tokens in the group of each
 _FAVOURED = 0.2  # share of tokens drawn from the label's group, besides chance
@@ -32,9 +35,9 @@ _IMAGE_CLASSES = 10
 
 def check(arguments: Namespace) -> None:
     """Fill in the defaults of the device; reject what does not fit."""
-    for name, value in DEFAULTS[arguments.device].items():
+    for name, (_, cpu, cuda) in SIZES.items():
         if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+            setattr(arguments, name, cpu if arguments.device == "cpu" else cuda)
     if arguments.hidden % arguments.heads:
         raise UserError(
             f"--hidden {arguments.hidden} must be a multiple of --heads "
@@ -185,26 +188,22 @@ def _run_flags(steps: int) -> commands.Flags:
 
 
 _TRANSFORMER_FLAGS: commands.Flags = {
-    "layers": commands.flag("layers (default 4; 12 on cuda)"),
-    "hidden": commands.flag("width of the residual stream (default 256; 768 on cuda)"),
-    "heads": commands.flag("attention heads (default 4; 12 on cuda)"),
-    "batch": commands.flag("texts of a micro-batch (default 16; 32 on cuda)"),
+    **{
+        name: commands.flag(
+            f"{text} (default {cpu:g}; {cuda:g} on cuda)",
+            read=commands.share if name == "lr" else commands.positive_int,
+        )
+        for name, (text, cpu, cuda) in SIZES.items()
+    },
     "length": commands.flag("tokens of a text", 128),
     **_run_flags(150),
     "dropout": commands.flag("dropout everywhere", 0.1, commands.share, "P"),
-    "lr": commands.flag(
-        "learning rate of AdamW (default 0.0003; 0.0001 on cuda)",
-        None,
-        commands.share,
-        "X",
-    ),
     "attention": commands.choice(
         "eager: softmax is an operation of its own", "eager", "sdpa"
     ),
 }
 _KINDS = loops.pick(
-    *("fp32", "torch.amp", "accelerate", "fabric-mixed", "fabric-true", "trainer"),
-    *("torchao-8bit", "O1 torch", "O1 lean", "O2", "O2-split", "O3"),
+    *("fp32", "torch.amp", "O1 torch", "O1 lean", "O2", "O2-split", "O3"),
 )
 _WITH_DROPOUT = _KINDS | loops.pick("torch.amp-fast", "O2-fast")
 _MODEL: Any = {"make_optimizer": make_optimizer, "loss_of": loss_of}

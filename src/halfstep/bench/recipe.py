@@ -70,9 +70,9 @@ BENCHES = {
     "recipe": Training(
         title="Mixed precision recipe",
         description="Train a few large linear layers (torch's AMP recipe) at every "
-        "level, with every form of master weights, and with other libraries, each in "
-        "its own process; print time, memory and loss. Widths that are no multiple of "
-        "8, such as 513, show what alignment costs.",
+        "level and with every form of master weights, each in its own process; print "
+        "time, memory and loss. Widths that are no multiple of 8, such as 513, show "
+        "what alignment costs.",
         kinds={n: c for n, c in loops.CANDIDATES.items() if " " not in n},
         flags={
             "layers": commands.flag("linear layers, with ReLU between", 3),
@@ -81,7 +81,7 @@ BENCHES = {
             "accumulate": commands.flag(commands.ACCUMULATE, 1),
             "optimizer": commands.choice("what updates the weights", *MOMENTUM),
             "steps": commands.flag("steps of a candidate in a round", 3),
-            "rounds": commands.rounds(9),
+            "rounds": commands.flag("rounds, in which each candidate takes a turn", 9),
         },
         make_model=make_network,
         draw_batches=draw_batches,

@@ -1,8 +1,4 @@
-"""What a bench run leaves besides its tables: data, a comparison, a picture.
-
-In: tables and the journal. Out: the JSON of `--json`, the table of `--against`, the
-picture of `--plot`.
-"""
+"""What a bench run leaves besides its tables: `--json`, and `--against` such a file."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ import shlex
 import statistics
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +25,7 @@ if TYPE_CHECKING:
 
     from halfstep.reporting.table import Cell, Table
 
-_INTERNAL = {"json", "plot", "against", "command", "workload", "device"}
+_INTERNAL = {"json", "against", "command", "workload", "device"}
 """Arguments that are no settings of a measurement, or noted by themselves."""
 _MAY_DIFFER = {"rounds", "candidates"}
 """Settings in which a run may differ from the one of `--against`."""
@@ -114,33 +109,39 @@ def data(
 def load_earlier(path: Path, arguments: Namespace) -> dict[str, Any]:
     """Return the run in a file of `--json`."""
     try:
-        text = path.read_text(encoding="utf-8")
-        run: dict[str, Any] = json.loads(text)[0]["run"]
-        pairs = [("workload", run["workload"], arguments.workload)]
-        used, host = dict(run["settings"]), dict(run["machine"])
-        for rounds in dict(run["seconds"]).values():
+        run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))[0]["run"]
+        earlier = _conditions(run["workload"], run["settings"], run["machine"])
+        for rounds in run["seconds"].values():
             list(map(float, rounds))  # fails before hours of measuring
     except OSError as error:
         raise UserError(
             f"--against {path} cannot be read: {error.strerror}."
         ) from error
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"--against {path} holds no run of halfstep bench: use its --json."
         ) from error
-    own = settings(arguments)
-    pairs += [
-        (f"--{name.replace('_', '-')}", used.get(name), own.get(name))
-        for name in sorted((own.keys() | used.keys()) - _MAY_DIFFER)
-    ]
-    pairs += [(n, host.get(n), v) for n, v in machine(arguments).items()]
-    for name, earlier, now in pairs:
-        if earlier != now:
+    now = _conditions(arguments.workload, settings(arguments), machine(arguments))
+    for name in {**now, **earlier}:
+        if earlier.get(name) != now.get(name):
             raise UserError(
-                f"--against {path}: {name} was {earlier} there and is {now} here; "
-                "times compare only with the same workload, settings and machine."
+                f"--against {path}: {name} was {earlier.get(name)} there and is "
+                f"{now.get(name)} here; times compare only with the same workload, "
+                "settings and machine."
             )
     return run
+
+
+def _conditions(
+    workload: str, settings: Mapping[str, Any], machine: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what two runs must share so that their times compare."""
+    flags = {
+        f"--{name.replace('_', '-')}": value
+        for name, value in settings.items()
+        if name not in _MAY_DIFFER
+    }
+    return {"workload": workload, **flags, **machine}
 
 
 def against(
@@ -180,60 +181,3 @@ def against(
         "a machine changes from run to run: if a baseline changed as much, it did",
     )
     return measure.table("Against an earlier run", rows, notes)
-
-
-# --plot
-
-
-def check_plot(path: Path) -> None:
-    """Check that a picture can be written, before hours of measuring."""
-    message = ""
-    if path.suffix not in {".png", ".svg"}:
-        message = f"--plot {path} must end in .png or .svg."
-    elif not path.parent.is_dir():
-        message = f"--plot {path}: there is no folder {path.parent}."
-    elif find_spec("matplotlib") is None:
-        message = "--plot needs matplotlib: pip install 'halfstep[report]'."
-    if message:
-        raise UserError(message)
-
-
-def plot(tables: Sequence[Table], path: Path) -> None:
-    """Draw a bar for each row: the first ratio, else the first number, with spread."""
-    from matplotlib import pyplot as plt
-
-    tables = [table for table in tables if _measured(table)]
-    if not tables:
-        measure.progress(f"--plot {path}: nothing was measured that could be drawn.")
-        return
-    heights = [1.2 + 0.3 * len(table.rows) for table in tables]
-    with plt.rc_context({"svg.hashsalt": "halfstep"}):
-        figure, axes = plt.subplots(
-            len(tables),
-            figsize=(8, sum(heights)),
-            height_ratios=heights,
-            squeeze=False,
-            layout="constrained",
-        )
-        for table, axis in zip(tables, axes.flat, strict=True):
-            measured = _measured(table)
-            ratios = [name for name in measured if name.startswith("x ")]
-            values = (ratios or measured)[0]
-            rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-            rows = [row for row in rows if row[values] is not None]
-            names = table.columns[: table.columns.index(measured[0])]
-            labels = [", ".join(str(row[name]) for name in names) for row in rows]
-            lengths = [float(row[values] or 0.0) for row in rows]
-            spreads = [float(row.get("+-") or 0.0) for row in rows] if ratios else None
-            axis.barh(range(len(rows)), lengths, xerr=spreads, color="#3d85d0")
-            axis.set_yticks(range(len(rows)), labels)
-            axis.invert_yaxis()
-            axis.set_title(f"{table.title}: {values}", loc="left")
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)
-
-
-def _measured(table: Table) -> list[str]:
-    """Return the columns with a float."""
-    columns = zip(table.columns, zip(*table.rows, strict=True), strict=True)
-    return [name for name, own in columns if float in map(type, own)]

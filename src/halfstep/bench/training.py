@@ -13,8 +13,6 @@ from argparse import Namespace
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
-from importlib.util import find_spec
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from halfstep.reporting.table import Cell, Table
 
 _CANDIDATES = "comma-separated, of those below (default all)"
-_TINY = 64  # torchao quantizes states of 4,096 numbers or more
+_TINY = 64
 WARM_UP = 3
 """Steps of each seed that are not timed: the first one initializes all state, and the
 next `_COUNTED` count what a step does."""
@@ -72,6 +70,8 @@ class Training(commands.Bench):
     loss_of: LossOf
     baselines: tuple[str, ...] = ("torch.amp",)
     """Candidates that the others are compared with; +- is of the first."""
+    module: str = __name__
+    """Module whose function `worker` runs a candidate."""
 
     def __post_init__(self) -> None:
         names = commands.names(self.kinds) | {"help": _CANDIDATES}
@@ -112,22 +112,17 @@ def tables(arguments: Namespace) -> list[Table]:
         for each in bench.baselines
         if each not in got.times.rounds
     }
-    packages = {bench.kinds[each].package for each in got.times.rounds} - {None}
-    # The distribution "lightning" installs the package "lightning_fabric".
-    packages = {"lightning" if "fabric" in each else each for each in packages}
     notes = (
         f"{measure.in_turn(rounds)} to {first}; result: against {first}",
-        "O: halfstep; other libraries as their documentation shows them",
+        "O1, O2, O3: levels of halfstep",
         *floor.notes(f"{got.flops / 1e9:.4g}"),
         f"peak: {_PEAK[arguments.device]}",
         "saved: bytes saved for the backward pass of a micro-batch, without weights",
         "casts: copies to another dtype in a step's passes, by torch's profiler",
-        "saved, casts -: not counted in other libraries",
         "loss: mean over the last tenth of the steps; same weights, batches and seeds",
         "a process each, with OMP_WAIT_POLICY=PASSIVE; kept: hs.machine.keep_memory()",
         *(f"{each} {why}" for each, why in got.absent.items() if ": " in why),
         *(f"x {n}: empty, since {n} did not run: {why}" for n, why in missing.items()),
-        *(f"{each} {metadata.version(each)}" for each in sorted(packages)),
     )
     return [measure.table(bench.title, rows, notes)]
 
@@ -207,12 +202,11 @@ def measure_steps(arguments: Namespace) -> Measured:
 
         for seed in range(seeds or 1):
             for each in [*processes]:
-                facts[each] = _build(processes[each], seed, bench.kinds[each])
-                why = facts[each]["absent"]
+                facts[each] = processes[each].request({"seed": seed})
+                why = facts[each].pop("absent")
                 if why is not None:
                     absent[each] = why
-                    for by_name in (processes, facts, seconds):
-                        by_name.pop(each, None)
+                    del processes[each], facts[each]
                 if not seed:
                     measure.progress(f"{each}: {why or 'ready'}")
             losses.clear()
@@ -230,33 +224,18 @@ def measure_steps(arguments: Namespace) -> Measured:
 
 def why_absent(kind: Candidate, arguments: Namespace) -> str | None:
     """Return why a candidate cannot run here; None if it can."""
-    if kind.package and find_spec(kind.package) is None:
-        return "not installed"
-    if kind.optimizer and getattr(arguments, "optimizer", "adamw") != "adamw":
-        return "of --optimizer adamw only"
     if kind.keeps_memory and arguments.device != "cpu":
         return "of CPU memory only"
     if kind.keeps_memory and platform.libc_ver()[0] != "glibc":
         return "of glibc only"
-    if arguments.device == "cpu" and arguments.dtype == "fp16" and kind.package:
-        return "no fp16 on a CPU"
     return None
 
 
 def _start(name: str, arguments: Namespace) -> WorkerProcess:
     settings = results.settings(arguments) | {"device": arguments.device}
     task = {"bench": arguments.workload, "candidate": name, "settings": settings}
-    return WorkerProcess(name, __name__, task)
-
-
-def _build(process: WorkerProcess, seed: int, kind: Candidate) -> dict[str, Any]:
-    """Build a candidate; another library that fails does not end the bench."""
-    try:
-        return process.request({"seed": seed})
-    except UserError as error:
-        if not kind.package:
-            raise
-        return {"absent": f"failed: {error}"}
+    module = commands.load(arguments.workload).module  # type: ignore[attr-defined]
+    return WorkerProcess(name, module, task)
 
 
 # In a candidate's process
@@ -276,8 +255,7 @@ class StepServer:
     def __init__(self, bench: Training, name: str, work: Namespace) -> None:
         """Run a tiny step, so that libraries do not count as the candidate's memory.
 
-        torch imports parts of itself in a first step, transformers its models, and
-        torchao compiles.
+        torch imports parts of itself in a first step, and transformers its models.
         """
         self._bench, self._name, self._work = bench, name, work
         if bench.kinds[name].keeps_memory:
@@ -285,9 +263,9 @@ class StepServer:
         with torch.device("meta"):
             bench.make_model(work)
         tiny = nn.Linear(_TINY, _TINY).to(work.device)
-        kind = bench.kinds[name] if bench.kinds[name].package else CANDIDATES["fp32"]
         adam = torch.optim.AdamW(tiny.parameters())
-        loop = kind.loop(Task(tiny, adam, lambda model, x: model(*x).sum(), work))
+        task = Task(tiny, adam, lambda model, x: model(*x).sum(), work)
+        loop = CANDIDATES["fp32"].loop(task)
         batch = (torch.ones(1, _TINY, device=work.device),)
         _count(loop, [batch] * work.accumulate)
         reset_peak(work.device)

@@ -58,7 +58,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=os.environ | hardware.child_environment() | dict(environment),
+            env=os.environ | dict(environment),
             text=True,
         )
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from halfstep.graph import capture
-from halfstep.machine import gemm, hardware, rate_cache
+from halfstep.machine import hardware, rate_cache
 from halfstep.policy import op_tables
 
 if TYPE_CHECKING:
@@ -53,23 +53,12 @@ class OpTimes:
         cached = {} if refresh else rate_cache.read(_CACHE, self._key)
         self._times = _valid_times(cached)
         self._num_cached = len(self._times)
-        self._spreads: list[float] = []
-        self._waited = gemm.count_waiting()
         self.doubt = ""
-        """Why the times may be wrong; "" if nothing was observed, set by `save`."""
+        """Why the times may be wrong; "" if nothing was observed."""
 
     def save(self) -> None:
-        """Cache new times for other processes, unless the machine was busy."""
+        """Cache new times for other processes."""
         if len(self._times) == self._num_cached:
-            return
-        if (waited := self._waited()) > gemm.WAITED:
-            varied = statistics.median(self._spreads or [1.0])
-            self.doubt = (
-                f"measured under load: threads waited {waited:.0%} of the time for a "
-                f"CPU, and the slowest run of an operation took {varied:.1f} times as "
-                "long as the fastest; do not trust these times, plan again on an idle "
-                "machine"
-            )
             return
         with contextlib.suppress(OSError):  # if it fails, measure again next time
             rate_cache.write(_CACHE, self._key, {"times": self._times})
@@ -185,7 +174,6 @@ class OpTimes:
         ):
             times.append(self._time_once(call, leaves))
         times = times or [self._time_once(call, leaves)]
-        self._spreads.append(max(times) / max(1, min(times)))
         return min(times)
 
     def _time_passes(

@@ -114,7 +114,7 @@ class Plan(Report):
     low_weights: tuple[str, ...] = ()
     """Names of the parameters that are stored in 16 bits when the plan runs."""
     doubt: str = ""
-    """Why the times may be wrong: the machine was busy, or had too little memory."""
+    """Why the times may be wrong: the machine had too little memory; "" if it had."""
     slowdown: Slowdown = Slowdown()
     """Correction of the predicted times for a pass of the whole model."""
 

@@ -64,19 +64,3 @@ def memory(field: str) -> int | None:
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
     return None
-
-
-def thread_wait_seconds() -> dict[int, float] | None:
-    """Return thread id -> seconds that it has waited for a processor; None: unknown."""
-    try:
-        tasks = list((PROC / "self" / "task").iterdir())
-    except OSError:
-        return None
-    seconds = {}
-    for task in tasks:
-        try:
-            _, waited, _ = (task / "schedstat").read_text(encoding="ascii").split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # the thread has ended, or the kernel does not count this
-        seconds[int(task.name)] = int(waited) / 1e9
-    return seconds or None

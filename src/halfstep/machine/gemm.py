@@ -1,11 +1,7 @@
-"""Measures matmul rates in rounds, with their spread, and checks for other load.
-
-In: a device. Out: `GemmRates`.
-"""
+"""Measures matmul rates in rounds, with their spread."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -13,37 +9,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.machine import cpu
 from halfstep.numerics import formats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 ROUNDS = 3
-
-SPREAD = 0.2
-"""Largest relative difference between rounds that counts as noise. An estimate: on idle
-virtual machines rounds differ by up to a tenth."""
-
-WAITED = 0.1
-"""Largest share of the time that a thread may have waited for a CPU. On an idle machine
-it is below 0.02; one other busy process makes it 0.5."""
 
 
 @dataclass(frozen=True)
 class GemmRates:
-    """Measured matmul rates, and how reliable they are."""
+    """Measured matmul rates, and how far they vary."""
 
     rates: Mapping[str, float]
     """Format -> TFLOP/s of the fastest round."""
     spread: Mapping[str, float]
     """Format -> difference between the slowest and the fastest round, relative to the
     fastest, 0 to 1."""
-    waited: float
-    """Share of the time that a thread waited for a CPU, 0 to 1; maximum over
-    threads."""
-    doubt: str = ""
-    """Why the numbers may be wrong; empty if there is no reason."""
     time: float = 0.0
     """When it was measured, in seconds since 1970."""
     why_not_cached: str = ""
@@ -55,48 +37,16 @@ def measure(device: str) -> GemmRates:
 
     Why in rounds: a slow moment then affects all formats, not one.
     """
-    share = count_waiting()
     dtypes = {name: format_.dtype for name, format_ in formats.FORMATS.items()}
-    # Small matmuls often end before a context switch disturbs them.
-    sizes = {n: {_SMALLEST, gemm_size(t, device)} for n, t in dtypes.items()}
+    sizes = {name: gemm_size(dtype, device) for name, dtype in dtypes.items()}
     rounds = [
-        {
-            name: max(gemm_rate(dtype, device, size) for size in sizes[name])
-            for name, dtype in dtypes.items()
-        }
+        {name: gemm_rate(dtype, device, sizes[name]) for name, dtype in dtypes.items()}
         for _ in range(ROUNDS)
     ]
     fastest = {name: max(each[name] for each in rounds) for name in dtypes}
-    spread = {
-        name: 1 - min(each[name] for each in rounds) / top
-        for name, top in fastest.items()
-    }
-    waited, worst, doubt = share(), max(spread.values()), ""
-    if waited > WAITED:
-        doubt = f"threads waited {waited:.0%} of the time for a CPU"
-    elif worst > SPREAD:
-        doubt = f"rounds differ by {worst:.0%}"
-    return GemmRates(fastest, spread, waited, doubt)
-
-
-def count_waiting() -> Callable[[], float]:
-    """Start a measurement; return a function for the share of time threads have waited.
-
-    If the system does not count waiting, it is estimated from the load average: per
-    second, a thread waits for the load in excess of the number of CPUs.
-    """
-    before, began = cpu.thread_wait_seconds(), time.perf_counter()
-
-    def share() -> float:
-        after, seconds = cpu.thread_wait_seconds(), time.perf_counter() - began
-        if before is None or after is None:
-            if not hasattr(os, "getloadavg"):
-                return 0.0
-            return max(0.0, 1 - len(cpu.affinity()) / max(os.getloadavg()[0], 1e-9))
-        longest = max(waited - before.get(task, 0.0) for task, waited in after.items())
-        return min(1.0, longest / seconds)
-
-    return share
+    slowest = {name: min(each[name] for each in rounds) for name in dtypes}
+    spread = {name: 1 - slowest[name] / fastest[name] for name in dtypes}
+    return GemmRates(fastest, spread, time=time.time())
 
 
 _SMALLEST, _LARGEST, _LARGEST_ON_CPU = 256, 4096, 1024

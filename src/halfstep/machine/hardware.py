@@ -1,7 +1,9 @@
-"""Detects this machine's hardware, measures matmul rates, and recommends a dtype.
+"""Detects this machine's hardware, and recommends a level and a dtype.
 
-Results: `Capabilities` (CPU, instruction sets, GPUs), matmul rates, and the level and
-dtype that follow from them, with the reason.
+What the hardware lacks decides first: a format without instructions is not measured.
+What it has must then prove fast, since instruction sets do not tell what torch makes of
+them: the same flags gave fp16 twice fp32's rate on one machine and a tenth of it on
+another, and the environment may limit them.
 """
 
 from __future__ import annotations
@@ -29,15 +31,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CPU_FLAGS = {
+    "avx2": "AVX2",
     "avx512f": "AVX512",
     "avx512_bf16": "AVX512-BF16",
     "avx512_fp16": "AVX512-FP16",
     "amx_bf16": "AMX-BF16",
     "amx_fp16": "AMX-FP16",
+    "asimd": "NEON",
     "asimdhp": "NEON-FP16",
     "bf16": "NEON-BF16",
 }
-"""Linux's name of an instruction set that speeds up 16-bit training -> common name."""
+"""Linux's name of an instruction set of matmuls -> common name."""
 
 _NATIVE = {
     "bf16": ("AVX512-BF16", "AMX-BF16", "NEON-BF16"),
@@ -54,9 +58,6 @@ equally fast formats differ by a few percent between measurements."""
 
 _BF16_CAPABILITY = (8, 0)
 _FP16_CAPABILITY = (7, 0)
-
-_PROBED = ("cpu", "cuda")
-"""Devices of which `native` knows what they lack."""
 
 
 @dataclass(frozen=True)
@@ -154,55 +155,44 @@ def gemm_rates(device: str | None = None, *, refresh: bool = False) -> dict[str,
 
 
 def measured_rates(device: str | None = None, *, refresh: bool = False) -> GemmRates:
-    """Return the matmul rates with their spread, age and reliability.
+    """Return the matmul rates with their spread and age.
 
-    Why measure: instruction sets do not tell what torch makes of them. The same flags
-    gave fp16 twice fp32's rate on one machine and a tenth of it on another.
-
-    Rates are cached in the user's cache directory, by `cache_key`. Those measured under
-    load are used by this process only, and by child processes that are given
-    `child_environment`.
+    They are cached in the user's cache directory, by `cache_key`.
 
     Raises:
         UserError: If `HALFSTEP_RATES` is set to invalid rates.
     """
     where = device or capabilities().device
-    from_environment = _rates_from_environment(where)
-    if from_environment is not None:
-        return from_environment
+    rates = _rates_from_environment(where)
+    if rates is not None:
+        return rates
     key = cache_key(where)
     with _measure_lock:  # two concurrent measurements would disturb each other
-        if refresh or key not in _process_rates:
-            _process_rates[key] = _measure(where, key, refresh=refresh)
-        rates = _process_rates[key]
-        _latest[where] = rates
+        rates = None if refresh else _process_rates.get(key) or rate_cache.load(key)
+        if rates is None:
+            rates = gemm.measure(where)
+            try:
+                rate_cache.save(key, rates)
+            except OSError as error:
+                why = f"the cache folder cannot be written: {error}"
+                rates = replace(rates, why_not_cached=why)
+        _process_rates[key] = rates
     return rates
 
 
 def cache_key(device: str) -> str:
     """Return the key under which measurements of a device are cached now."""
     machine = capabilities()
-    chip = machine.gpus[0].name if device == "cuda" else machine.cpu
+    chip = f"{machine.cpu} {machine.instruction_sets}"
+    if device == "cuda":
+        chip = machine.gpus[0].name
     return rate_cache.key(device, chip, time.time())
 
 
 _measure_lock = threading.Lock()
 _process_rates: dict[str, GemmRates] = {}
-_latest: dict[str, GemmRates] = {}
-"""Device -> rates returned last."""
-
 
 _VARIABLE = "HALFSTEP_RATES"
-
-
-def child_environment() -> dict[str, str]:
-    """Return environment variables with which child processes use this process's rates.
-
-    Why: on a busy machine nothing is cached, and each child would measure again, while
-    its own work is being timed.
-    """
-    rates = {device: dict(entry.rates) for device, entry in _latest.items()}
-    return {_VARIABLE: json.dumps(rates)} if rates else {}
 
 
 def _rates_from_environment(device: str) -> GemmRates | None:
@@ -223,29 +213,8 @@ def _rates_from_environment(device: str) -> GemmRates | None:
             '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}, in TFLOP/s. Unset it '
             "to measure them."
         ) from error
-    spread = dict.fromkeys(rates, 0.0)
-    return GemmRates(rates, spread, 0.0, why_not_cached=f"set by {_VARIABLE}")
-
-
-def _measure(device: str, key: str, *, refresh: bool) -> GemmRates:
-    cached = None if refresh else rate_cache.load(key)
-    if cached:
-        return cached
-    rates = replace(gemm.measure(device), time=time.time())
-    why = rates.doubt
-    if not why:
-        try:
-            rate_cache.save(key, rates)
-        except OSError as error:
-            why = f"the cache folder cannot be written: {error}"
-    return replace(rates, why_not_cached=why)
-
-
-def _load_caveat(device: str, rates: Mapping[str, float]) -> str:
-    """Return a note for reasons that use rates measured under load, or ""."""
-    latest = _latest.get(device)
-    doubt = latest.doubt if latest and latest.rates == rates else ""
-    return f"; measured under load: {doubt}" if doubt else ""
+    why = f"set by {_VARIABLE}"
+    return GemmRates(rates, dict.fromkeys(rates, 0.0), why_not_cached=why)
 
 
 def native(dtype: str, device: str | None = None) -> str:
@@ -265,12 +234,22 @@ def native(dtype: str, device: str | None = None) -> str:
     )
 
 
-def _hardware(dtype: str, device: str) -> str:
-    """Return `native`, with environment variables that may disable it."""
+def lacks(dtype: str, device: str) -> bool:
+    """Return whether a device is known to have no instructions for a 16-bit format."""
+    if os.environ.get(_VARIABLE):  # the rates may be another machine's
+        return False
+    is_known = device == "cuda" or (device == "cpu" and capabilities().instruction_sets)
+    return bool(is_known) and not native(dtype, device)
+
+
+def _feature(dtype: str, device: str) -> str:
+    """Return `native` in brackets, with environment variables that may disable it."""
+    if lacks(dtype, device):
+        return f" (no {dtype} instructions)"
     means, limits = native(dtype, device), cpu.instruction_limits()
-    if device == "cuda" or not means or not limits:
-        return means
-    return f"{means}, limited by {_spelled(limits)}"
+    if means and limits and device == "cpu":
+        means = f"{means}, limited by {_spelled(limits)}"
+    return f" ({means})" if means else ""
 
 
 def _spelled(variables: Mapping[str, str]) -> str:
@@ -281,7 +260,7 @@ def recommend(device: str | None = None) -> Recommendation:
     """Return the level and dtype to train with on this machine, and why.
 
     bf16 is preferred, since it needs no loss scale. fp16 is recommended only on a GPU
-    where bf16 is not faster than fp32.
+    where bf16 is not faster than fp32. A format without instructions is not measured.
 
     Args:
         device: "cpu", "cuda", "mps" or "xpu". Default: the one that training would use.
@@ -291,22 +270,21 @@ def recommend(device: str | None = None) -> Recommendation:
         True
     """
     where = device or capabilities().device
-    rates = gemm_rates(where)
+    reasons = []
     for dtype in ("bf16", "fp16") if where == "cuda" else ("bf16",):
-        means, times = native(dtype, where), rates[dtype] / rates["fp32"]
-        if times >= WORTH_IT and (means or where != "cuda"):
-            by = f" ({_hardware(dtype, where)})" if means else ""
+        if lacks(dtype, where):
+            reasons.append(f"this {where} has no {dtype} instructions")
+            continue
+        rates, feature = gemm_rates(where), _feature(dtype, where)
+        times = rates[dtype] / rates["fp32"]
+        if times >= WORTH_IT:
             reason = f"{dtype} matmuls run {times:.1f} times as fast as fp32"
-            reason += f" on this {where}{by}{_load_caveat(where, rates)}"
-            return Recommendation("O2", dtype, reason)
-    means = _hardware("bf16", where) or "no bf16 instructions"
-    cause = f" ({means})" if where in _PROBED else ""
-    reason = (
-        f"bf16 matmuls run at {rates['bf16'] / rates['fp32']:.2f} of fp32's "
-        f"rate on this {where}{cause}; {WORTH_IT} is the least that pays for the "
-        f"casts{_load_caveat(where, rates)}"
-    )
-    return Recommendation("O0", "fp32", reason)
+            return Recommendation("O2", dtype, f"{reason} on this {where}{feature}")
+        reasons.append(
+            f"{dtype} matmuls run at {times:.2f} of fp32's rate on this {where}"
+            f"{feature}; {WORTH_IT} is the least that pays for the casts"
+        )
+    return Recommendation("O0", "fp32", "; ".join(reasons))
 
 
 def emulation_warning(dtype: str, device: str | None = None) -> str | None:
@@ -317,17 +295,14 @@ def emulation_warning(dtype: str, device: str | None = None) -> str | None:
     rates = gemm_rates(where)
     if rates[dtype] / rates["fp32"] >= SLOWER:
         return None
-    means = _hardware(dtype, where)
-    cause = f"although it has {means}" if means else "it has no instructions for it"
-    because = f" ({cause})" if where in _PROBED else ""
     better = recommend(where)
     is_fp32 = better.dtype == "fp32"
     advice = f"level {better.level}" if is_fp32 else f"dtype={better.dtype!r}"
     return (
         f"dtype={dtype}: this {where} runs {dtype} matmuls at "
-        f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f}{because}: expect "
-        f"{rates['fp32'] / rates[dtype]:.1f} times the time"
-        f"{_load_caveat(where, rates)}. Use {advice}."
+        f"{rates[dtype]:.3f} TFLOP/s, fp32 at {rates['fp32']:.3f}"
+        f"{_feature(dtype, where)}: expect "
+        f"{rates['fp32'] / rates[dtype]:.1f} times the time. Use {advice}."
     )
 
 
@@ -400,15 +375,14 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
     for where in dict.fromkeys((capabilities().device, "cpu")):
         gemms = measured_rates(where, refresh=refresh)
         fp32 = gemms.rates["fp32"]
-        age = _age(time.time() - gemms.time) if gemms.time else "-"
+        day = "-"
+        if gemms.time:
+            day = time.strftime("%Y-%m-%d", time.localtime(gemms.time))
         for name, rate in gemms.rates.items():
             spread, means = gemms.spread[name], native(name, where) or "-"
-            rows.append((where, name, rate, rate / fp32, spread, age, means))
+            rows.append((where, name, rate, rate / fp32, spread, day, means))
         if gemms.why_not_cached:
-            notes.append(
-                f"{where}: used in this process only, not cached: "
-                f"{gemms.why_not_cached}."
-            )
+            notes.append(f"{where}: not cached: {gemms.why_not_cached}.")
     advice = recommend()
     columns = ("device", "format", "TFLOP/s", "x fp32", "spread", "measured")
     rates_columns = (*columns, "hardware for it")
@@ -418,11 +392,3 @@ def tables(*, refresh: bool = False) -> tuple[Table, ...]:
         Table("Matmul rates, measured", rates_columns, tuple(rows), tuple(notes)),
         Table("Advice", ("level", "dtype", "why"), (row,)),
     )
-
-
-def _age(seconds: float) -> str:
-    """Format an age in the largest unit that fits."""
-    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            return f"{format_count(int(seconds // length), unit)} ago"
-    return "now"

@@ -6,6 +6,7 @@ once: each file's name depends on the key, and files are replaced atomically.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -32,26 +33,19 @@ RATES = "rates"
 MAX_FILES = 64
 """Largest number of files; the oldest are deleted."""
 
-_PREFIXES = (
-    *("ATEN_", "CUBLAS", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_TF32"),
-    *("OMP_", "ONEDNN_", "OPENBLAS_"),
-)
-"""Prefixes of environment variables that change how matrices are multiplied."""
-
 
 def key(device: str, chip: str, now: float) -> str:
-    """Return what measurements depend on, in a line: conditions, and the month."""
+    """Return what measurements depend on, in a line: conditions, and the month.
+
+    The host, as a home directory may be shared; and what torch may use of the chip.
+    """
     matmul: Any = (
         torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
     ).matmul
-    variables = sorted(
-        pair for pair in os.environ.items() if pair[0].startswith(_PREFIXES)
-    )
     parts = (
-        *(device, chip, platform.node(), " ".join(sorted(cpu.flags(cpu.facts())))),
-        *(torch.__version__, torch.backends.cpu.get_cpu_capability()),
-        *(torch.get_num_threads(), matmul.fp32_precision, int(now // MAX_AGE_SECONDS)),
-        *(f"{name}={value}" for name, value in variables),
+        *(device, chip, platform.node(), torch.__version__, torch.get_num_threads()),
+        *(torch.backends.cpu.get_cpu_capability(), matmul.fp32_precision),
+        *(cpu.instruction_limits(), int(now // MAX_AGE_SECONDS)),
     )
     return "; ".join(map(str, parts))
 
@@ -70,21 +64,16 @@ def folder(kind: str = RATES) -> Path:
 
 
 def load(key: str) -> GemmRates | None:
-    """Return the rates measured under these conditions, or None.
-
-    A file that is damaged, or for other conditions, counts as absent.
-    """
+    """Return the rates measured under these conditions, or None."""
     try:
-        data = read(RATES, key)
-        rates = GemmRates(
-            rates={name: float(data["rates"][name]) for name in formats.FORMATS},
-            spread={name: float(data["spread"][name]) for name in formats.FORMATS},
-            waited=float(data["waited"]),
-            time=float(data["time"]),
-        )
-    except (ValueError, TypeError, LookupError):
+        entry = read(RATES, key)
+        del entry["key"]
+        rates = GemmRates(**entry)
+        values = [rates.rates[name] for name in formats.FORMATS]
+        is_valid = all(0 < value < math.inf for value in values) and rates.time > 0
+    except (TypeError, LookupError, AttributeError):
         return None
-    return rates if all(0 < r < math.inf for r in rates.rates.values()) else None
+    return rates if is_valid else None
 
 
 def save(key: str, rates: GemmRates) -> None:
@@ -93,8 +82,7 @@ def save(key: str, rates: GemmRates) -> None:
     Raises:
         OSError: If the directory cannot be written.
     """
-    fields = asdict(rates)
-    write(RATES, key, {n: fields[n] for n in ("rates", "spread", "waited", "time")})
+    write(RATES, key, asdict(rates))
 
 
 def read(kind: str, key: str) -> dict[str, Any]:
@@ -131,11 +119,8 @@ def _file(kind: str, key: str) -> Path:
 
 def _prune(place: Path) -> None:
     """Delete the oldest files beyond `MAX_FILES`."""
-    ages = []
-    for file in place.iterdir():
-        try:
-            ages.append((file.stat().st_mtime, file))
-        except FileNotFoundError:
-            continue  # another process has deleted it
-    for _, file in sorted(ages, reverse=True)[MAX_FILES:]:
-        file.unlink(missing_ok=True)
+    # Another process may delete some meanwhile.
+    with contextlib.suppress(FileNotFoundError):
+        files = sorted(place.iterdir(), key=lambda file: file.stat().st_mtime)
+        for file in files[:-MAX_FILES]:
+            file.unlink()

@@ -20,8 +20,6 @@ from halfstep.errors import (
     require_positive,
     require_type,
 )
-from halfstep.machine import matmul_emulation
-from halfstep.machine.recommendation import resolve
 from halfstep.parity.candidate import PERTURBED, REFERENCE, parse_all
 from halfstep.parity.comparison import MIB, Comparison
 from halfstep.parity.equivalence import FEWEST_PAIRS
@@ -31,7 +29,7 @@ from halfstep.parity.training_run import (
     Workload,
     check_paired,
     check_repeatable,
-    check_stored,
+    first_checksums,
     train,
 )
 from halfstep.train import dependencies
@@ -99,7 +97,8 @@ def compare(
         margin: Largest difference of the metric that counts as none, > 0. None: 1 % of
             fp32's mean.
         out: Folder in which finished runs are stored. A later call with the same folder
-            does not run them again; it may add levels and seeds. None: nowhere.
+            and settings does not run them again; it may add levels and seeds. None:
+            nowhere.
         progress: Called with a line after each run.
 
     Returns:
@@ -107,10 +106,9 @@ def compare(
 
     Raises:
         UserError: If scipy is not installed (extra `train`); if an argument is
-            invalid; if a level cannot run; if `make` or
-            `batches` differ between calls, or the batches end too soon; under
-            torchrun with several processes; or if `out` holds runs of other settings,
-            or cannot be written.
+            invalid; if a level cannot run; if `make` or `batches` differ between
+            calls, or the batches end too soon; under torchrun with several processes;
+            or if `out` cannot be read or written.
 
     Example:
         >>> def make(seed):
@@ -208,7 +206,7 @@ def run_comparison(
         margin,
         reason,
         tuple(runs),
-        (*workload.notes, *_conditions(candidates, settings.get("dtype", "auto"))),
+        (*workload.notes, *_conditions()),
     )
 
 
@@ -225,18 +223,15 @@ def _run_all(
     for index, seed in enumerate(seeds):
         # In turn, so that a slow hour of the machine does not fall on one level.
         order = compared[::-1] if index % 2 else compared
-        loaded = {each.name: store.load(each, seed) for each in (REFERENCE, *order)}
-        earlier = next(filter(None, loaded.values()), None)
-        if earlier is not None:  # the others are compared with it
-            check_stored(workload, earlier)
+        loaded = _stored_runs(store, workload, seed)
         if not index:  # a level that cannot run is reported before hours of training
             first_step = replace(workload, steps=1, metric=None)
             for each in (REFERENCE, *candidates):
-                if loaded[each.name] is None:
+                if each.name not in loaded:
                     train(first_step, each, seed)
         reference: Run | None = None
         for candidate in (REFERENCE, *order):
-            stored = loaded[candidate.name]
+            stored = loaded.get(candidate.name)
             run = stored or train(workload, candidate, seed)
             reference = reference or run
             check_paired(run, reference)
@@ -250,14 +245,25 @@ def _run_all(
     return runs
 
 
+def _stored_runs(store: RunStore, workload: Workload, seed: int) -> dict[str, Run]:
+    """Return level -> run of a seed, of those that began as this call's runs begin."""
+    stored = [run for run in store.runs.values() if run.seed == seed]
+    if not stored:
+        return {}
+    start = first_checksums(workload, seed)
+    return {
+        run.level: run
+        for run in stored
+        if (run.weights_crc, run.first_batches_crc) == start
+    }
+
+
 def _outcome(run: Run, workload: Workload) -> str:
     if run.diverged:
         return f"diverged: {run.diverged}"
-    time = ""
-    if run.seconds:
-        time = f"{1e3 * statistics.median(run.seconds):.1f} ms a step, "
     return (
-        f"{workload.metric_name} {run.metric:.4f}, {time}"
+        f"{workload.metric_name} {run.metric:.4f}, "
+        f"{1e3 * statistics.median(run.seconds):.1f} ms a step, "
         f"{run.peak_bytes / MIB:.0f} MiB, {run.skipped} skipped"
     )
 
@@ -287,17 +293,13 @@ def _seeds(seeds: Any) -> tuple[int, ...]:  # noqa: ANN401
     return numbers
 
 
-def _conditions(candidates: Sequence[Candidate], dtype: str) -> list[str]:
-    """Return notes on what makes the comparison less strict; `dtype` is make's."""
-    if torch.cuda.is_available():
-        uses_tf32 = False
-        # A program that uses `fp32_precision` must not read the older names.
-        with contextlib.suppress(RuntimeError):
-            backends = torch.backends.cudnn, torch.backends.cuda.matmul
-            uses_tf32 = any(each.allow_tf32 for each in backends)
-        return [_MASKS, *([_TF32] if uses_tf32 else [])]
-    choices = [
-        resolve(each.level, each.arguments.get("dtype", dtype), "cpu")
-        for each in candidates
-    ]
-    return matmul_emulation.notes((each.format.name for each in choices), "cpu")
+def _conditions() -> list[str]:
+    """Return notes on what makes the comparison less strict."""
+    if not torch.cuda.is_available():
+        return []
+    uses_tf32 = False
+    # A program that uses `fp32_precision` must not read the older names.
+    with contextlib.suppress(RuntimeError):
+        backends = torch.backends.cudnn, torch.backends.cuda.matmul
+        uses_tf32 = any(each.allow_tf32 for each in backends)
+    return [_MASKS, *([_TF32] if uses_tf32 else [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,68 +15,49 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from halfstep.parity.candidate import Candidate
-
 
 class RunStore:
-    """The finished runs of a comparison: FOLDER/runs.jsonl.
+    """The finished runs of comparisons: FOLDER/runs.jsonl, a line each.
 
-    The first line has the settings that all runs share, as JSON values; then each
-    finished run has a line. With folder None nothing is stored.
+    A line holds the settings that all runs of a comparison share, as JSON values, and
+    a run. With folder None nothing is stored.
 
     Raises:
-        UserError: If the file cannot be read or written, or has runs of other settings.
+        UserError: If the file cannot be read or written.
     """
 
     def __init__(
         self, folder: str | os.PathLike[str] | None, settings: Mapping[str, Any]
     ) -> None:
         self._file = None if folder is None else Path(folder) / "runs.jsonl"
-        self._runs: dict[tuple[str, int], Run] = {}
+        self._settings = dict(settings)
         self._lines: list[str] = []
-        for number, line in enumerate(self._stored_lines()):
-            try:
-                data = dict(json.loads(line))
-                if number:
-                    run = Run.from_data(data)
-                    self._runs[run.level, run.seed] = run
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                remedy = "delete it to train again" if number else "use another folder"
-                raise UserError(
-                    f"{self._file}: line {number + 1} is damaged "
-                    f"({str(error).rstrip('.')}); {remedy}."
-                ) from error
-            if not number:
-                _check_settings(folder, data, settings)
-            self._lines.append(line)
-        if not self._lines:
-            self._write(settings)
-
-    def load(self, candidate: Candidate, seed: int) -> Run | None:
-        """Return a stored run, or None."""
-        return self._runs.get((candidate.name, seed))
-
-    def save(self, run: Run) -> None:
-        """Store a finished run."""
-        self._write(run.data())
-        self._runs[run.level, run.seed] = run
-
-    def _stored_lines(self) -> list[str]:
+        self.runs: dict[tuple[str, int], Run] = {}
+        """(level, seed) -> the last run with these settings."""
         if self._file is None:
-            return []
+            return
         try:
-            return self._file.read_text("utf-8", errors="replace").split("\n")[:-1]
+            text = self._file.read_text("utf-8", errors="replace")
         except FileNotFoundError:
-            return []
+            return
         except OSError as error:
             raise UserError(
                 f"{self._file} cannot be read: {error.strerror or error}."
             ) from error
+        self._lines = text.splitlines()
+        for line in self._lines:
+            # A run whose line is damaged is trained again.
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                data = json.loads(line)
+                if data["settings"] == self._settings:
+                    run = Run.from_data(data["run"])
+                    self.runs[run.level, run.seed] = run
 
-    def _write(self, data: Mapping[str, Any]) -> None:
-        """Add a line; the whole file is replaced, so that no line is ever half one."""
+    def save(self, run: Run) -> None:
+        """Store a finished run; the file is replaced, so that no line is half one."""
         if self._file is None:
             return
+        data = {"settings": self._settings, "run": run.data()}
         self._lines.append(json.dumps(data, allow_nan=False))
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -83,17 +65,7 @@ class RunStore:
         except OSError as error:
             raise UserError(
                 f"{self._file} cannot be written: {error.strerror or error}. "
-                f"{format_count(len(self._runs), 'finished run')} stored there: call "
+                f"{format_count(len(self.runs), 'finished run')} stored there: call "
                 "again with the same folder to continue."
             ) from error
-
-
-def _check_settings(
-    folder: object, stored: Mapping[str, Any], settings: Mapping[str, Any]
-) -> None:
-    for name in {**settings, **stored}:
-        if stored.get(name) != settings.get(name):
-            raise UserError(
-                f"{folder} holds runs with {name}={stored.get(name)}, not "
-                f"{settings.get(name)}; use that, or choose another folder."
-            )
+        self.runs[run.level, run.seed] = run

@@ -20,7 +20,7 @@ from torch import nn
 
 from halfstep.diagnostics.preflight.model_copy import SavedBytes
 from halfstep.errors import UserError
-from halfstep.machine import gemm, matmul_emulation
+from halfstep.machine import gemm
 from halfstep.numerics.formats import FloatFormat, tensors_in
 from halfstep.parity.candidate import PERTURBED
 from halfstep.policy.levels import LEVELS
@@ -61,7 +61,7 @@ class Workload:
     metric_name: str
     lower_is_better: bool
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings that runs in a folder must share."""
+    """Further settings that the runs of a comparison share."""
     notes: tuple[str, ...] = ()
 
 
@@ -81,7 +81,7 @@ class Run:
     skipped: int
     """Steps without an update, for inf or NaN in a gradient."""
     seconds: tuple[float, ...]
-    """Duration of each step; none if matmuls were emulated."""
+    """Duration of each step."""
     peak_bytes: int
     """On a GPU the peak of torch's allocator; on a CPU the bytes of weights, gradients,
     master weights, moments and activations saved for the backward pass."""
@@ -119,7 +119,6 @@ def train(workload: Workload, candidate: Candidate, seed: int) -> Run:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     session = _prepare(candidate, model, optimizer, arguments)
-    emulation = _emulation(session)
     losses, seconds = list[float](), list[float]()
     peak_bytes, nonfinite, diverged = 0, 0, ""
     for step, micro_batches in _iterate_steps(workload, seed, session.accumulate):
@@ -129,8 +128,7 @@ def train(workload: Workload, candidate: Candidate, seed: int) -> Run:
         is_last = step == workload.steps
         try:
             with _errors_of(candidate):
-                with emulation:
-                    result = _train_step(session, loss_fn, micro_batches, is_last)
+                result = _train_step(session, loss_fn, micro_batches, is_last)
                 loss, duration, peak_bytes = result
         except LossScaleCollapse as error:
             diverged = f"step {step}: {_first_line(error)}"
@@ -149,9 +147,7 @@ def train(workload: Workload, candidate: Candidate, seed: int) -> Run:
             diverged = f"{workload.metric_name} is {metric} after step {len(losses)}"
     if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(device)
-    is_emulated = isinstance(emulation, matmul_emulation.Fp32Matmuls)
-    times = () if is_emulated else tuple(seconds)
-    curves = tuple(losses), metric, diverged, session.steps_skipped, times
+    curves = tuple(losses), metric, diverged, session.steps_skipped, tuple(seconds)
     checksums = weights_crc, first_crc, batches_crc
     return Run(candidate.name, seed, *curves, peak_bytes, *checksums)
 
@@ -201,7 +197,7 @@ def make(
 def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
     """Raise unless two calls of `make` with one seed give the same initial weights.
 
-    Returns the settings of the optimizer and `prepare`, which stored runs must share.
+    Returns the settings of the optimizer and `prepare`, which all runs share.
     """
     pair = [make(workload, seed) for _ in range(2)]
     states = [model.state_dict() for model, *_ in pair]
@@ -215,19 +211,14 @@ def check_repeatable(workload: Workload, seed: int) -> dict[str, str]:
                 "anew in each call."
             )
     _, optimizer, _, arguments = pair[0]
-    settings = {"optimizer": type(optimizer).__name__}
-    for key in optimizer.defaults:
-        values = {str(group[key]): 1 for group in optimizer.param_groups}
-        settings[f"optimizer.{key}"] = ", ".join(values)
-    for name, value in arguments.items():
-        settings[name] = _text(value)
-        state = value.state_dict() if hasattr(value, "state_dict") else {}
-        settings |= {f"{name}.{key}": _text(each) for key, each in state.items()}
-    return settings
+    objects = {"optimizer": optimizer, **arguments}
+    return {name: _text(value) for name, value in objects.items()}
 
 
 def _text(value: object) -> str:
-    """Return plain values as text, and the type of any other."""
+    """Return plain values and states as text, and the type of any other."""
+    if hasattr(value, "state_dict"):
+        return f"{type(value).__name__}: {_text(value.state_dict())}"
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_text(each)}" for key, each in value.items())
     if isinstance(value, list | tuple):
@@ -236,19 +227,11 @@ def _text(value: object) -> str:
     return str(value) if is_plain else type(value).__name__
 
 
-def check_stored(workload: Workload, run: Run) -> None:
-    """Raise unless a stored run began with the weights and batches of this call."""
-    model, _, _, arguments = make(workload, run.seed)
-    steps = _iterate_steps(workload, run.seed, arguments.get("accumulate", 1))
-    for what, ours, stored in (
-        ("initial weights", checksum(model.state_dict()), run.weights_crc),
-        ("batches", checksum(next(steps)[1]), run.first_batches_crc),
-    ):
-        if ours != stored:
-            raise UserError(
-                f"out holds runs of seed {run.seed} with other {what} than those of "
-                "this call: use the same make and batches, or choose another folder."
-            )
+def first_checksums(workload: Workload, seed: int) -> tuple[int, int]:
+    """Return the `weights_crc` and `first_batches_crc` of a run of this seed."""
+    model, _, _, arguments = make(workload, seed)
+    _, batches = next(_iterate_steps(workload, seed, arguments.get("accumulate", 1)))
+    return checksum(model.state_dict()), checksum(batches)
 
 
 def check_paired(run: Run, reference: Run) -> None:
@@ -298,11 +281,6 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _emulation(session: Session) -> contextlib.AbstractContextManager[object]:
-    dtype = session.choice.format.name
-    return matmul_emulation.emulate(dtype, _device(session.model).type)
-
-
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
@@ -332,7 +310,7 @@ def _metric(
         return math.fsum(last) / len(last)
     _seed_all(seed, None)
     session.model.eval()
-    with torch.no_grad(), session.autocast(), _emulation(session):
+    with torch.no_grad(), session.autocast():
         value: Any = workload.metric(session.model)
     try:
         return float(value)

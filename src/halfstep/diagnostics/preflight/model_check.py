@@ -28,7 +28,6 @@ from halfstep.diagnostics.preflight.rules import (
     verdict,
 )
 from halfstep.diagnostics.preflight.scale_search import (
-    NOT_TIMED,
     ScaleSearch,
     fp32_error,
     line_of,
@@ -36,6 +35,7 @@ from halfstep.diagnostics.preflight.scale_search import (
 from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
 from halfstep.diagnostics.replay.search import check_model
 from halfstep.errors import UserError, require, require_int
+from halfstep.machine import hardware
 from halfstep.machine.recommendation import Choice, resolve
 from halfstep.masters import encoding as masters
 from halfstep.numerics.exponents import (
@@ -58,6 +58,7 @@ _MAX_MARGIN = 40
 _CURVE = tuple(2.0**power for power in range(0, 28, 4))
 _MAX_SECONDS = 15.0  # approximate limit; slow steps are timed fewer times
 T = TypeVar("T")
+_NOT_TIMED = "no steps were timed: fp16 is slow on this CPU, which has no fp16 matmuls"
 _MORE = 4  # factor for the number of rounds if the result is undecided
 
 
@@ -277,8 +278,9 @@ def _facts(search: ScaleSearch, policy: Policy, steps: int) -> Facts:
     facts.scale = used.scale
     _compare(facts, search, used)
     facts.output_error = search.output_error(low_copy, trial.policy)
-    if steps and low_copy.emulates_fp16:
-        search.notes.append(NOT_TIMED)
+    dtype, device = low_copy.session.choice.format, low_copy.device.type
+    if steps and dtype == FP16 and hardware.lacks(dtype.name, device):
+        search.notes.append(_NOT_TIMED)
     elif steps:
         try:
             _time(facts, search, low_copy, used, steps)

@@ -19,12 +19,10 @@ from halfstep.casting.convert_model import allow_overflow
 from halfstep.diagnostics.replay.model_snapshot import ModelSnapshot
 from halfstep.diagnostics.replay.search import check_loss, find_nonfinite, find_overflow
 from halfstep.errors import UserError
-from halfstep.machine import matmul_emulation
 from halfstep.machine import recommendation as choosing
 from halfstep.masters.encoding import NONE
 from halfstep.nonfinite.graph import nodes_of
 from halfstep.numerics.exponents import BINS, count_exponents, unscale_histogram
-from halfstep.numerics.formats import FP16
 from halfstep.numerics.local_tensor import local_part
 from halfstep.scaling import ScaleRule
 from halfstep.session.factory import prepare
@@ -120,10 +118,6 @@ class ModelCopy:
             choice, stepper, masters=has_masters
         )
         """Why weights will become NaN; "" if they will not."""
-        self.emulates_fp16 = choice.format == FP16 and matmul_emulation.is_needed(
-            FP16.name, self.device.type
-        )
-        """Whether passes compute fp16 matmuls in fp32 and round; steps do not."""
         with _collecting_warnings(self.notes), allow_overflow():
             self.session = prepare(
                 model_copy,
@@ -162,13 +156,12 @@ class ModelCopy:
         self.begin(scale)
         session, saved = self.session, SavedBytes(self.model)
         exponents = _GradientExponents(self._low if counted else None)
-        with self._products():
-            with session.autocast(), saved.counting():
-                loss = loss_fn(session.model, batch)
-                check_loss("loss_fn", loss)
-                _check_own_model(loss, others)
-            with exponents.over(loss):
-                session.backward(loss)
+        with session.autocast(), saved.counting():
+            loss = loss_fn(session.model, batch)
+            check_loss("loss_fn", loss)
+            _check_own_model(loss, others)
+        with exponents.over(loss):
+            session.backward(loss)
         gradients = self._gradients(scale, exponents)
         if not gradients:
             raise UserError(
@@ -203,7 +196,6 @@ class ModelCopy:
                 stack.enter_context(
                     module.register_forward_hook(hook, with_kwargs=True)
                 )
-            stack.enter_context(self._products())
             self._loss(loss_fn, batch)
         return calls
 
@@ -216,21 +208,12 @@ class ModelCopy:
         """
         self.begin(scale)
         step = partial(self._loss, loss_fn, batch)
-        with self._products():
-            bad_op = find_overflow(self.model, step, scale) or find_nonfinite(
-                self.model, step, scale=scale
-            )
-        return bad_op or None
+        overflow = find_overflow(self.model, step, scale)
+        return overflow or find_nonfinite(self.model, step, scale=scale) or None
 
     def _loss(self, loss_fn: LossFn, batch: object) -> Tensor:
         with self.session.autocast():
             return loss_fn(self.session.model, batch)
-
-    def _products(self) -> contextlib.AbstractContextManager[object]:
-        """Emulate fp16 matmuls on CPUs without them, where they take minutes."""
-        if self.emulates_fp16:
-            return matmul_emulation.Fp32Matmuls()  # type: ignore[no-untyped-call]
-        return contextlib.nullcontext()
 
     def _gradients(
         self, scale: float, exponents: _GradientExponents

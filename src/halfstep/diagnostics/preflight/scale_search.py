@@ -43,11 +43,6 @@ _LOWEST, _HIGHEST = 2.0**-24, 2.0**100  # scales tried: the scaled loss must fit
 _LEAP = 2.0**12  # factor to the next scale if all gradients are zero
 _COMPARED = 2  # batches whose gradients are kept for comparison
 _FIX_ADVICE = "No level was tried: fix it, the model or the batch."
-_WIDENED = (
-    "fp16 matmuls of passes were computed in fp32 and rounded, as fp16 hardware does: "
-    "this CPU has none, and fp16 matmuls on it are many times slower"
-)
-NOT_TIMED = "no steps were timed: fp16 is slow on this CPU, which has no fp16 matmuls"
 _MAX_ERROR_CHARS = 200
 
 
@@ -225,8 +220,6 @@ class ScaleSearch:
         except Exception as error:  # noqa: BLE001 -- any error of the model's code
             return ScaleTrial(policy, None, failed=line_of(error))
         self.cautions = model_copy.notes  # later steps append to this list
-        if model_copy.emulates_fp16 and _WIDENED not in self.notes:
-            self.notes.append(_WIDENED)
         trial = ScaleTrial(policy, model_copy, passes)
         good = all(math.isfinite(one.loss) for one in passes)
         if self._scaled and good:
