@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -456,13 +455,6 @@ def test_function_of_batches_needs_steps() -> None:
     """Law: without a list, the number of steps must be given."""
     with pytest.raises(UserError, match="steps must be given if batches"):
         hs.compare(adam(), lambda _: BATCHES)
-
-
-def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a missing library is named before anything is made or trained."""
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(UserError, match="compare needs scipy: pip install "):
-        hs.compare(lambda _: pytest.fail("made"), BATCHES, ["O1"], **QUICK)
 
 
 def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
