@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import messages
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -72,6 +73,13 @@ def test_numeric_files_are_there() -> None:
         path.relative_to(TESTS).with_suffix("").as_posix()
         for path in TESTS.rglob("test_*.py")
     } >= NUMERIC
+
+
+def test_messages_on_file_have_a_test() -> None:
+    """Law: no wording is kept of a test that is gone."""
+    for test in messages.read():
+        path, name = test.partition("[")[0].split("::")
+        assert f"def {name}(" in (TESTS / path).read_text(encoding="utf-8"), test
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
