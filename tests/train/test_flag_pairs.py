@@ -33,6 +33,7 @@ from halfstep.errors import UserError
 from halfstep.train.checkpointing import run_on_first_rank
 from halfstep.train.run import run
 
+pytestmark = pytest.mark.integration  # also those in one process: a run each
 STEPS, SAVED = 3, 2
 RULE = "lean + module:classifier=fp32"
 CHOICES: dict[str, tuple[Any, ...]] = {
