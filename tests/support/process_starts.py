@@ -25,11 +25,12 @@ STARTERS = {
 def starts_processes(test: pytest.Function) -> bool:
     """Return whether a test, or a fixture of it, starts a process."""
     fixtures = test._fixtureinfo.name2fixturedefs.values()
-    return any(map(_starts, [test.function, *(each[-1].func for each in fixtures)]))
+    return any(map(starts, [test.function, *(each[-1].func for each in fixtures)]))
 
 
 @functools.cache
-def _starts(function: Callable[..., Any]) -> bool:
+def starts(function: Callable[..., Any]) -> bool:
+    """Return whether a function of the tests starts a process, or calls what does."""
     waiting, seen = [function], set[Any]()
     while waiting:
         called = inspect.unwrap(waiting.pop())
