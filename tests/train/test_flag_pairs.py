@@ -119,32 +119,36 @@ def write_data(folder: Path) -> None:
     write_marked(folder, 54)
 
 
-def process(folder: Path) -> None:
-    """Be one of two processes: train their rows, up to one that fails."""
+def process(folder: Path, *numbers: int) -> None:
+    """Be one of two processes: train some rows, up to one that fails."""
     told = {}
     with pytest.MonkeyPatch.context() as patch, process_group.join("cpu") as world:
         small_and_measured(patch)
         without_figures(patch)
         # One process group for all: torchrun's store takes no second.
         patch.setattr(process_group, "join", lambda _: contextlib.nullcontext(world))
-        for number, row in enumerate(ROWS):
-            if row["processes"] == 2:
-                try:
-                    told[number] = trial(folder, number, world)
-                except Exception:
-                    told[number] = traceback.format_exc()
-                    raise
-                finally:
-                    path = folder / f"told-{os.environ['RANK']}.json"
-                    path.write_text(json.dumps(told))
+        for number in numbers:
+            try:
+                told[number] = trial(folder, number, world)
+            except Exception:
+                told[number] = traceback.format_exc()
+                raise
+            finally:
+                path = folder / f"told-{os.environ['RANK']}.json"
+                path.write_text(json.dumps(told))
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What two processes told of each of their rows."""
+def two(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, str]]:
+    """What two processes told of those of their rows that are to be tested."""
     folder = tmp_path_factory.mktemp("two")
     write_data(folder)
-    run_ranks(__file__, str(folder), timeout=600, check=False)
+    tests = [each for each in request.session.items if each.path == Path(__file__)]
+    numbers = [each.callspec.params["number"] for each in tests]
+    words = [str(number) for number in numbers if ROWS[number]["processes"] == 2]
+    run_ranks(__file__, str(folder), *words, timeout=600, check=False)
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -164,4 +168,4 @@ def test_pairs(number: int, request: pytest.FixtureRequest, tmp_path: Path) -> N
 
 
 if __name__ == "__main__":
-    process(Path(sys.argv[1]))
+    process(Path(sys.argv[1]), *map(int, sys.argv[2:]))
