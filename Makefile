@@ -29,7 +29,7 @@ train: $(VENV)/.train
 
 # Of the tests that start processes, a third.
 test: $(VENV)/.dev
-	$(PYTEST) --third tests
+	$(PYTEST) --third integration tests
 
 # All of them; then, where there is a GPU, those that need one.
 test-all: $(VENV)/.dev

@@ -68,16 +68,18 @@ def pytest_collect_file() -> Generator[None, Any, list[pytest.Collector]]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--third",
-        action="store_true",
-        help="of the tests that start processes, run a fixed third",
+        action="append",
+        default=[],
+        metavar="MARK",
+        help="of the tests with this mark, run a fixed third",
     )
 
 
 def is_left_out(item: pytest.Item) -> bool:
     """Return whether an item is one of the two thirds that `--third` leaves out."""
-    # Of the name, for all Pythons and orders alike.
-    share = zlib.crc32(item.nodeid.encode()) % 3
-    return share > 0 and item.get_closest_marker("integration") is not None
+    if not any(map(item.get_closest_marker, item.config.option.third)):
+        return False
+    return zlib.crc32(item.nodeid.encode()) % 3 > 0  # the same on every machine
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest asks for marks
@@ -96,10 +98,9 @@ def pytest_collection_modifyitems(
             item.add_marker("numeric")
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("integration")
-    if config.option.third:
-        left_out = list(filter(is_left_out, items))
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not is_left_out(item)]
+    left_out = list(filter(is_left_out, items))
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not is_left_out(item)]
     # What takes longest comes first: the processes of xdist end together.
     long = {item.path for item in items if item.get_closest_marker("integration")}
     items.sort(key=lambda item: item.path not in long)
