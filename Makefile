@@ -1,6 +1,6 @@
 # Two goals do everything on a fresh machine:
 #   make train   environment, installation, the main job on the built-in data
-#   make test    environment, installation, the tests
+#   make test    environment, installation, the tests; CONTRIBUTING.md: all of them
 # Another Python or torch has an environment of its own: make test TORCH=2.15.0
 PYTHON ?= python3
 TORCH  ?=
@@ -16,19 +16,35 @@ PINS   := sed -e 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' $(if $(TORCH),
 # Else each process of a test compiles the package anew, and each run of pytest the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-caps test-wheel lint types docs check clean
+# A file of tests at a time to each process, of which each core has one: the tests of a
+# file share what they have made. Files that take longest come first.
+PYTEST := $(BIN)/python -m pytest -q -m "not slow" \
+	-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+# Where there is a GPU, the tests that need one.
+define PYTEST_GPU
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then $(BIN)/python -m pytest -q -m gpu -n 4 --dist loadfile; fi
+endef
+
+.PHONY: train test test-all test-pages test-caps test-wheel lint types docs check clean
 
 train: $(VENV)/.train
 	$(BIN)/halfstep train --compare-fp32 20 --out $(OUT) --overwrite
 	@echo 'next: source $(BIN)/activate; halfstep predict $(OUT) "今天真开心"; open $(OUT)/report.html'
 
-# A file of tests at a time to each process, since the tests of a file share what they
-# have made. Then, where there is a GPU, those that need one.
+# Of the tests that start processes, a third.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m "not slow" \
-		-n auto --maxprocesses 4 --dist loadfile
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-	then $(BIN)/python -m pytest -q -m gpu -n 4 --dist loadfile; fi
+	$(PYTEST) --third integration tests
+	$(PYTEST_GPU)
+
+test-all: $(VENV)/.dev
+	$(PYTEST) tests
+	$(PYTEST_GPU)
+
+# Code blocks of pages, and examples in docstrings.
+test-pages: $(VENV)/.dev
+	$(PYTEST) src docs benchmarks/*.md *.md
 
 # Likewise, the numeric tests under each instruction set that this CPU has.
 test-caps: $(VENV)/.dev
@@ -52,7 +68,7 @@ docs: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-check: lint types docs test
+check: lint types docs test-all test-pages
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

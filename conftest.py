@@ -49,6 +49,7 @@ from torch.utils import _python_dispatch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytest_plugins = ["messages"]
 RATES = '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}'
 """GEMM rates of every machine, in TFLOP/s, so that pages print the same everywhere."""
 

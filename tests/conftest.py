@@ -1,6 +1,7 @@
-"""What holds for every test: a fixed seed, a private cache, and nothing left behind."""
+"""What holds for every test: a private cache, and marks by what a test does."""
 
 import os
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from process_starts import starts_processes
 
 RATES = '{"cpu": {"fp32": 1.0, "bf16": 2.0, "fp16": 2.0}}'
 """GEMM rates of every machine, in TFLOP/s."""
@@ -62,14 +64,45 @@ def pytest_collect_file() -> Generator[None, Any, list[pytest.Collector]]:
     return [each for each in collectors if type(each).__name__ != "DoctestModule"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--third",
+        action="append",
+        default=[],
+        metavar="MARK",
+        help="of the tests with this mark, run a fixed third",
+    )
+
+
+def is_left_out(item: pytest.Item) -> bool:
+    """Return whether an item is one of the two thirds that `--third` leaves out."""
+    if not any(map(item.get_closest_marker, item.config.option.third)):
+        return False
+    return zlib.crc32(item.nodeid.encode()) % 3 > 0  # the same on every machine
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest asks for marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is numeric; skip what needs a GPU where there is none, and say so."""
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Mark what is numeric and what starts processes; put files with these first.
+
+    Skip what needs a GPU where there is none, and say so.
+    """
     for item in items:
-        if item.path.is_relative_to(TESTS) and (
-            item.path.relative_to(TESTS).with_suffix("").as_posix() in NUMERIC
-        ):
+        if not item.path.is_relative_to(TESTS):
+            continue
+        name = item.path.relative_to(TESTS).with_suffix("").as_posix()
+        if name in NUMERIC:
             item.add_marker("numeric")
+        if isinstance(item, pytest.Function) and starts_processes(item):
+            item.add_marker("integration")
+    left_out = list(filter(is_left_out, items))
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not is_left_out(item)]
+    # What takes longest comes first: the processes of xdist end together.
+    long = {item.path for item in items if item.get_closest_marker("integration")}
+    items.sort(key=lambda item: item.path not in long)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device, or none asked for by `-m gpu`")

@@ -7,9 +7,13 @@ import re
 import sys
 from pathlib import Path
 
+import forks
+import messages
 import pytest
+import ranks
 import torch
 from accelerate.state import AcceleratorState
+from process_starts import starts
 from tests.conftest import NUMERIC
 from torch import nn
 
@@ -70,6 +74,19 @@ def test_numeric_files_are_there() -> None:
         path.relative_to(TESTS).with_suffix("").as_posix()
         for path in TESTS.rglob("test_*.py")
     } >= NUMERIC
+
+
+def test_starts_of_processes_are_seen() -> None:
+    """Law: what starts a process is told from what does not, through helpers, too."""
+    assert all(map(starts, (forks.run_ranks, ranks.start, os.fork)))
+    assert not any(map(starts, (ranks.net, private_accesses, os.getpid)))
+
+
+def test_messages_on_file_have_a_test() -> None:
+    """Law: no wording is kept of a test that is gone."""
+    for test in messages.read():
+        path, name = test.partition("[")[0].split("::")
+        assert f"def {name}(" in (TESTS / path).read_text(encoding="utf-8"), test
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -8,10 +8,10 @@ from halfstep.errors import UserError
 
 TO_PREDICT, TO_TRAIN, TENSORBOARD = "train", "train,report", "tensorboard"
 """Extras of halfstep, as pip takes them."""
-_PREDICT = ("numpy", "safetensors", "scikit-learn", "scipy", "transformers")
+_PREDICT = ("numpy", "safetensors", "transformers")
 _PACKAGES = {
     TO_PREDICT: _PREDICT,
-    TO_TRAIN: (*_PREDICT, "jinja2", "matplotlib", "tomli-w"),
+    TO_TRAIN: (*_PREDICT, "jinja2", "matplotlib", "scikit-learn", "tomli-w"),
     TENSORBOARD: ("tensorboard",),
 }
 _MODULES = {"scikit-learn": "sklearn", "tomli-w": "tomli_w"}
