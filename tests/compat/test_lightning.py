@@ -300,21 +300,13 @@ class ByHand(Module):
         optimizer.step()
 
 
-@pytest.mark.parametrize("case", ["O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16"])
+@pytest.mark.parametrize(
+    "case", ["O0 bf16", "O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16"]
+)
 def test_steps_without_effect(case: str) -> None:
-    """Law: a step without a gradient warns; with unscaled ones of others it raises.
-
-    In bf16 no loss is scaled, and gradients of any backward pass are right.
-    """
-    plain = ByHand(lambda _, loss: loss.backward())
-    if "fp16" in case.split():
-        with pytest.raises(RuntimeError, match=r"self\.manual_backward\(loss\)"):
-            trainer(plugin_for(case)).fit(plain)
-    else:
-        manual = ByHand(lambda module, loss: module.manual_backward(loss))
-        for module in (plain, manual):
-            trainer(plugin_for(case)).fit(module)
-        assert plain.losses == pytest.approx(manual.losses, rel=0.05)
+    """Law: a step that has no gradient, or only others' gradients, is not silent."""
+    with pytest.raises(RuntimeError, match=r"self\.manual_backward\(loss\)"):
+        trainer(plugin_for(case)).fit(ByHand(lambda _, loss: loss.backward()))
 
     def clear(module: LightningModule, loss: Tensor) -> None:
         module.manual_backward(loss)
@@ -324,6 +316,71 @@ def test_steps_without_effect(case: str) -> None:
         UserWarning, match=r"AdamW.step\(\) changed nothing: No gradient"
     ):
         trainer(plugin_for(case)).fit(ByHand(clear))
+
+
+class Mixture(Gan):
+    """Two networks; `order` says which calls make and use their gradients."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()[1]
+        params = [*self.other.parameters()]
+
+        def loss_of(model: nn.Module) -> Tensor:
+            return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+        def assign() -> None:
+            grads = torch.autograd.grad(loss_of(self.other), params)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+
+        def edit() -> None:
+            for param in params:
+                param.grad.mul_(0.5)
+
+        calls = {
+            "other's": lambda: self.manual_backward(loss_of(self.net)),
+            "manual": lambda: self.manual_backward(loss_of(self.other)),
+            "plain": lambda: loss_of(self.other).backward(),
+            "assign": assign,
+            "edit": edit,
+            "clear": optimizer.zero_grad,
+            "step": optimizer.step,
+        }
+        for name in self.order.split(", "):
+            calls[name]()
+        optimizer.zero_grad()
+
+
+FOREIGN = r"another backward pass: call self\.manual_backward"
+TWICE = r"^optimizer\.step\(\) was called without a backward pass"
+
+
+@pytest.mark.parametrize(
+    ("order", "case", "message"),
+    [
+        ("other's, plain, step", "O1 fp16", FOREIGN),
+        ("other's, plain, step", "O2 fp16", FOREIGN),
+        ("manual, plain, step", "O1 fp16", FOREIGN),
+        ("manual, plain, step", "O2 fp16", FOREIGN),
+        ("assign, step", "O1 fp16", FOREIGN),
+        ("assign, step", "O1 bf16", ""),
+        ("assign, step", "O2 bf16", ""),
+        ("manual, step, step", "O1 bf16", TWICE),
+        ("manual, step, step", "O2 fp16", TWICE),
+        ("plain, clear, manual, step", "O1 fp16", ""),
+        ("other's, manual, manual, edit, step", "O1 fp16", ""),
+    ],
+)
+def test_gradients_of_two_optimizers(order: str, case: str, message: str) -> None:
+    """Law: a step refuses gradients that are unscaled or used, and no others."""
+    module = Mixture(order)
+    before = module.other[0].weight.detach().clone()
+    if message:
+        with pytest.raises(RuntimeError, match=message):
+            trainer(plugin_for(case)).fit(module)
+    else:
+        trainer(plugin_for(case)).fit(module)
+        assert not torch.equal(module.other[0].weight, before)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])

@@ -181,9 +181,9 @@ def test_closure_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("optimizer_later", [False, True])
-@pytest.mark.parametrize("case", ["O1 fp16", "O2 fp16"])
+@pytest.mark.parametrize("case", KINDS)
 def test_backward_without_fabric(case: str, *, optimizer_later: bool) -> None:
-    """Law: a step with unscaled gradients raises, whatever Fabric has seen."""
+    """Law: a step raises, also where Fabric does not see the forward pass."""
     run = Run(case, optimizer_later=optimizer_later)
     with run.fabric.autocast():
         loss = run.net[0](batches()[0][0]).mean()

@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
-from halfstep._torch.optimizer_params import unnamed
+from halfstep._torch.optimizer_params import params_of, unnamed
 from halfstep.casting import convert_model, dtype_mismatch
 from halfstep.distributed import bucketed_all_reduce
 from halfstep.errors import UserError, warn_caller
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
     from halfstep.casting.autocast_mode import Autocast, PolicyAutocast
     from halfstep.machine.recommendation import Choice
@@ -188,6 +190,8 @@ class OptimizerEntry:
     """Applied steps at the loaded checkpoint."""
     num_passes: int = 0
     """Backward passes since its last step."""
+    stepped: tuple[TensorWeakRef, int] | None = None
+    """A gradient of the last step, and its version after it."""
     checked: (
         tuple[Tensor, Tensor | None, Callable[[], tuple[NonFiniteParam, ...]]] | None
     ) = None
@@ -240,6 +244,10 @@ class LevelEngine:
         self._found_inf: Tensor | None = None
         """Maximum over the steps since the last update of the scale."""
         self._num_passes = 0
+        self._is_in_backward = False
+        self._foreign_grads: dict[Tensor, TensorWeakRef] = {}
+        """Model's parameter -> gradient to which another backward pass added."""
+        self._hooks: list[RemovableHandle] = []
         self._averager = bucketed_all_reduce.BucketedAllReduce()
 
     def convert(self, model: nn.Module, *, separate: bool = False) -> None:
@@ -263,9 +271,32 @@ class LevelEngine:
         converted.reconvert()
         if converted not in self._models:
             self._models.append(converted)
+        for param in model.parameters():
+            self._watch(param)
         self._param_names |= {id(p): name for name, p in model.named_parameters()}
         self._params += model.parameters()
         self._contexts = None
+
+    def _watch(self, param: nn.Parameter) -> None:
+        """Record the gradients that backward passes other than `backward` make.
+
+        Versions of gradients would not tell them from a program's own edits.
+        """
+        if not param.is_floating_point():
+            return
+        is_trained = param.requires_grad
+        param.requires_grad = True  # a frozen one may be unfrozen later
+        register = param.register_post_accumulate_grad_hook
+        self._hooks.append(register(self._record_foreign_grad))  # type: ignore[no-untyped-call]
+        param.requires_grad = is_trained
+
+    def _record_foreign_grad(self, param: Tensor) -> None:
+        if not self._is_in_backward and param.grad is not None:
+            self._foreign_grads[param] = TensorWeakRef(param.grad)
+
+    def _has_foreign_grad(self, param: Tensor) -> bool:
+        reference = self._foreign_grads.get(param)
+        return reference is not None and reference() is param.grad is not None
 
     def drop_frozen(self) -> None:
         """Drop the fp32 values of weights that are in no optimizer."""
@@ -335,7 +366,7 @@ class LevelEngine:
                     is_cleared = own is low and low.grad is None
                     grads[low] = None if is_cleared else param.grad
                     param.grad = None
-                    if self._num_passes:
+                    if self._num_passes and not self._has_foreign_grad(low):
                         low.grad = None
                     state = optimizer.state.pop(param, {})
                     for key, value in state.items():
@@ -369,6 +400,7 @@ class LevelEngine:
         accumulator = None if contexts is None else contexts.grad_accumulator
         if accumulator is not None:
             accumulator.start(scaled)
+        self._is_in_backward = True
         try:
             # In manual optimization the forward pass's context is still open.
             with torch.autocast(loss.device.type, enabled=False):
@@ -379,6 +411,7 @@ class LevelEngine:
                 raise
             raise mismatch from error
         finally:
+            self._is_in_backward = False
             if accumulator is not None:
                 accumulator.stop()
         for model in self._models:
@@ -444,11 +477,26 @@ class LevelEngine:
         return entry
 
     def _check_passes(self, entry: OptimizerEntry) -> None:
-        """Raise if the gradients of a step were not scaled by `backward`."""
-        if not entry.num_passes and entry.step.first_grad() is not None:
-            if self.rule.scales:
+        """Raise if the gradients of a step are not those that `backward` made."""
+        masters = entry.step.masters
+        if not entry.num_passes or self.rule.scales:
+            params = map(masters.model_param, params_of(masters.optimizer))
+            if any(map(self._has_foreign_grad, params)):
                 raise misuse.foreign_gradients(self._backward_call)
-            self._require_scaler(self.device)
+        if entry.num_passes:
+            return
+        gradient = entry.step.first_grad()
+        if gradient is None:
+            return
+        if entry.stepped is not None:
+            reference, version = entry.stepped
+            if reference() is gradient and gradient._version == version:  # noqa: SLF001
+                raise misuse.step_without_backward(
+                    entry.num_attempted, self._backward_call
+                )
+        if self.rule.scales:
+            raise misuse.foreign_gradients(self._backward_call)
+        self._require_scaler(self.device)  # the program assigned them to `.grad`
 
     def _average_sums(self, entry: OptimizerEntry, group: dist.ProcessGroup) -> None:
         """Average the fp32 sums of micro-batches over ranks.
@@ -468,8 +516,8 @@ class LevelEngine:
         Without gradients it only warns.
 
         Raises:
-            RuntimeError: If the loss is scaled, and another backward pass has made the
-                gradients.
+            RuntimeError: If another backward pass has made the gradients, or the last
+                step has used them.
         """
         entry = self._check(optimizer, in_place=False)
         if entry.checked is None or self.scaler is None:
@@ -492,6 +540,9 @@ class LevelEngine:
             step.update(found_inf, norm)
         finally:
             entry.checked, entry.num_passes = None, 0
+            gradient = step.first_grad()
+            if gradient is not None:
+                entry.stepped = TensorWeakRef(gradient), gradient._version  # noqa: SLF001
             step.clip = None
         if self._found_inf is not None:
             found_inf = torch.maximum(self._found_inf, found_inf)
@@ -573,4 +624,7 @@ class LevelEngine:
         """Convert the models' weights back to fp32, and drop the master weights."""
         for model in self._models:
             model.restore()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self._contexts = None
