@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection, forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -123,6 +124,11 @@ def run_ranks(
     return ended
 
 
+_PROGRAM: dict[str, Any] = {}
+"""What the program has named, alive until its process ends: where a DDP model is freed,
+gloo's thread at times waits for the interpreter that waits for it, without us too."""
+
+
 def _become(
     file: str, arguments: Sequence[str], environment: dict[str, str], output: str
 ) -> None:
@@ -137,6 +143,6 @@ def _become(
         wide_matmuls.install()
     try:
         launch.autoload()  # as the end of `import torch` does
-        runpy.run_path(file, run_name="__main__")
+        _PROGRAM.update(runpy.run_path(file, run_name="__main__"))
     finally:
         atexit._run_exitfuncs()

@@ -169,10 +169,11 @@ class OptimizerStep:
         self._inverse, self._marks = self._one, None
         if not grads:  # other ranks may have some
             return torch.zeros_like(self._one), None
-        if self._kernel is not None and not self._in_place:
-            return self._check_scaled(self._kernel, grads, scaler)
         is_plain = {*map(type, grads)} <= {Tensor, nn.Parameter}
-        if self._in_place or scaler.multiplies or (self._is_readable and not is_plain):
+        norm = None
+        if self._kernel is not None and not self._in_place:
+            found_inf, norm = self._check_scaled(self._kernel, grads, scaler)
+        elif self._in_place or scaler.multiplies or (self._is_readable and not is_plain):
             found_inf = scaler.unscale_(grads)
         elif self._is_readable:
             # torch's kernel would write to the gradients even if the scale is 1.
@@ -181,7 +182,8 @@ class OptimizerStep:
             found_inf, self._marks = self._check_each(grads)
         if self.clip is None:
             return found_inf, None
-        norm = total_norm(grads)
+        if norm is None:
+            norm = total_norm(grads)
         if self.clip != torch.inf:
             # Clipping by a norm that overflowed would make every gradient 0.
             found_inf = torch.maximum(found_inf, norm.isinf().float())
