@@ -168,7 +168,9 @@ def add(name: str) -> None:
     benches = import_module(f"halfstep.bench.{commands.BENCHES[name].module}").BENCHES
     bench: Any = commands.load(name)
     kinds = {**bench.kinds, **CANDIDATES}
-    benches[name] = replace(bench, kinds=kinds, module="benchmarks.libraries")
+    module = "benchmarks.libraries"
+    program = f"python -m {module}"
+    benches[name] = replace(bench, kinds=kinds, module=module, program=program)
 
 
 def worker(bench: str, candidate: str, settings: dict[str, Any]) -> Any:  # noqa: ANN401

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from bench_runs import flags, planted_rates
 
-from halfstep.bench import recipe
+from halfstep.bench import recipe, results
 
 libraries = pytest.importorskip("benchmarks.libraries")
 
@@ -46,3 +46,11 @@ def test_library_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         losses[each] = server({"steps": 2})["losses"]
     assert losses[name] == pytest.approx(losses["fp32"], rel=2**-6)
     assert given == ([GIVEN[name]] * 2 if name in GIVEN else [])
+
+
+def test_the_command_names_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: the printed command is the script, as `halfstep bench` lacks libraries."""
+    monkeypatch.setitem(recipe.BENCHES, "recipe", recipe.BENCHES["recipe"])
+    libraries.add("recipe")
+    command = results.command(flags("recipe", "--candidates torch.amp,accelerate"))
+    assert command.startswith("python -m benchmarks.libraries recipe --layers ")

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 from collections import OrderedDict
 from typing import Any
 
@@ -12,6 +13,7 @@ from small_training import same
 from torch import Tensor, nn
 from torch.nn import functional
 
+from halfstep import UserError
 from halfstep.compat.apex import amp
 
 
@@ -161,6 +163,12 @@ def test_apexs_own_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert into == {"mine": 1, **apexs}
     with pytest.raises(amp.AmpError, match="amp's state holds"):
         amp.load_state_dict({"loss_scaler0": apexs["loss_scaler0"], "scale": 1})
+    good = {"loss_scale": 8.0, "unskipped": 0}
+    for scale in (math.nan, -2.0):
+        bad = {"loss_scale": scale, "unskipped": 0}
+        with pytest.raises(UserError, match=f"^loss_scaler1's scale={scale} must be"):
+            amp.load_state_dict({"loss_scaler0": good, "loss_scaler1": bad})
+        assert amp.state_dict() == apexs
 
 
 # Masters

@@ -203,6 +203,13 @@ def test_called_twice() -> None:
     assert not torch.equal(net.layer.bias, before)
 
 
+@pytest.mark.parametrize("number", ["2", 0, True])
+def test_number_of_losses(number: Any) -> None:
+    """Law: num_losses is a whole number of at least 1, or refused at once."""
+    with pytest.raises(UserError, match=f"^num_losses={number!r} must be a whole"):
+        start("O1", num_losses=number)
+
+
 def test_not_initialised() -> None:
     """Law: scale_loss says what is missing: initialize, an optimizer, a loss."""
     loss = Net()(torch.ones(2, 1, 6, 6)).sum()

@@ -99,6 +99,10 @@ DAMAGED = [
     ("metrics.jsonl", '{"step": 1}\njunk\n{"step": 2}', "metrics.jsonl line 2 is"),
     ("metrics.jsonl", '{"step": "x"}\n', "metrics.jsonl line 1 is damaged"),
     ("metrics.jsonl", '{"step": 1, "event": "stats", "tensors": 7}', "line 1 is"),
+    ("metrics.jsonl", '{"step": 1e999}\n', "line 1 is damaged: OverflowError"),
+    ("metrics.jsonl", f'{{"step": 1, "loss": {10**400}}}\n', "line 1 is damaged"),
+    ("metrics.jsonl", "[" * 100_000 + "\n", "line 1 is damaged: RecursionError"),
+    ("resolved.toml", "accumulate = inf", "resolved.toml is damaged"),
 ]
 
 

@@ -333,9 +333,17 @@ def test_damaged_run(tmp_path: Path) -> None:
     again: Any = partial(hs.compare, adam(), BATCHES, [], **more)
     again()
     path = tmp_path / "runs.jsonl"
-    _, *others = path.read_bytes().splitlines(keepends=True)
-    for line in (b"{\n", b"[]\n", b"\xff\n", b'{"level": "O0"}\n'):
-        path.write_bytes(b"".join((line, *others)))
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    whole = json.loads(first)
+    damages: tuple[dict[str, Any], ...] = (
+        *({"losses": []}, {"losses": [1.0]}, {"losses": [10**400] * 4}),
+        *({"seconds": []}, {"metric": "nan"}, {"diverged": 5}),
+        *({"skipped": None}, {"peak_bytes": "1"}),
+    )
+    wrong = [json.dumps({**whole, "run": whole["run"] | each}) for each in damages]
+    lines_ = (b"{", b"[]", b"\xff", b'{"level": "O0"}', b"[" * 100_000)
+    for line in (*lines_, *map(str.encode, wrong)):
+        path.write_bytes(b"".join((line, b"\n", *others)))
         lines.clear()
         again()
         assert sum("from an earlier call" in each for each in lines) == 3

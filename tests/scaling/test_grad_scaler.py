@@ -388,6 +388,19 @@ def test_a_missing_field(field: str, used: bool) -> None:
     assert fresh.scaler.state_dict() == before
 
 
+def test_what_is_no_state_of_ours() -> None:
+    """Law: our entry is a dict, or refused; torch's scale loads as torch loads it."""
+    scaler, torchs = ours(), torch.amp.GradScaler("cpu")
+    state = scaler.state_dict()
+    with pytest.raises(UserError, match="_halfstep is of type NoneType; "):
+        scaler.load_state_dict(state | {"_halfstep": None})
+    assert scaler.state_dict() == state
+    for scale in (0.0, -1.0):
+        for each in (scaler, torchs):
+            each.load_state_dict(state | {"scale": scale})
+        assert scaler.get_scale() == torchs.get_scale() == scale
+
+
 def through_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)

@@ -4,6 +4,7 @@ import itertools
 import math
 import pickle
 from dataclasses import asdict, fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -265,6 +266,16 @@ def test_state_round_trip() -> None:
         fresh = LossScaler(replace(RULE, hysteresis=hysteresis))
         fresh.load_state_dict(state | {"hysteresis_left": saved})
         assert fresh.state.hysteresis_left.item() == left
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -1.0, "8", None])
+def test_what_is_no_scale(scale: Any) -> None:
+    """Law: a state whose scale is no positive fp32 number is refused by value."""
+    scaler = LossScaler(RULE)
+    before = scaler.state_dict()
+    with pytest.raises(UserError, match=r"^scale=.* must be a number from 1\.17"):
+        scaler.load_state_dict(before | {"scale": scale})
+    assert scaler.state_dict() == before
 
 
 @pytest.mark.gpu

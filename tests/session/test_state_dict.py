@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +206,7 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "session state has no 'schedule.state'; it holds ['followed'].",
     ),
     "half a scale": (lambda s: s["scaler"].pop("scale"), "has no 'scale'"),
+    "no scale": (lambda s: s["scaler"].update(scale=math.nan), "scale=nan must be "),
     "no watch": (
         lambda s: s["scaler"].update(watch=None),
         "'watch' is of type NoneType",

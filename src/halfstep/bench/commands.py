@@ -110,6 +110,8 @@ class Bench:
     """Name -> description, for the help; None if names need none."""
     check: Callable[[argparse.Namespace], None] = lambda _: None
     """Fills in defaults that depend on others, and rejects what does not fit."""
+    program: str = "halfstep bench"
+    """Command that has the workload with these candidates."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
     }
     for word, text in outputs.items():
         parser.add_argument(f"--{word}", type=Path, metavar="FILE", help=text)
-    parser.set_defaults(workload=name)
+    parser.set_defaults(workload=name, program=bench.program)
 
 
 class _WorkloadParser(Parser):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from halfstep.reporting.table import Cell, Table
 
-_INTERNAL = {"json", "against", "command", "workload", "device"}
+_INTERNAL = {"json", "against", "command", "workload", "program", "device"}
 """Arguments that are no settings of a measurement, or noted by themselves."""
 _MAY_DIFFER = {"rounds", "candidates"}
 """Settings in which a run may differ from the one of `--against`."""
@@ -46,7 +46,7 @@ def command(arguments: Namespace) -> str:
             words.append(f"--{name.replace('_', '-')} {shlex.quote(str(text))}")
     device = getattr(arguments, "device", None)
     words += [f"--device {device}"] if device else []
-    return " ".join(["halfstep bench", arguments.workload, *words])
+    return " ".join([arguments.program, arguments.workload, *words])
 
 
 def machine(arguments: Namespace) -> dict[str, Any]:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
+_DAMAGE = ArithmeticError, LookupError, RecursionError, TypeError, ValueError
+
 
 class RunStore:
     """The finished runs of comparisons: FOLDER/runs.jsonl, a line each.
@@ -47,10 +49,10 @@ class RunStore:
         self._lines = text.splitlines()
         for line in self._lines:
             # A run whose line is damaged is trained again.
-            with contextlib.suppress(ValueError, LookupError, TypeError):
+            with contextlib.suppress(*_DAMAGE):
                 data = json.loads(line)
                 if data["settings"] == self._settings:
-                    run = Run.from_data(data["run"])
+                    run = Run.from_data(data["run"], self._settings["steps"])
                     self.runs[run.level, run.seed] = run
 
     def save(self, run: Run) -> None:

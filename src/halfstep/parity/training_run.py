@@ -11,7 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -98,11 +98,24 @@ class Run:
         return plain
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Run:
-        """Return the run whose `data` these are."""
+    def from_data(cls, data: Mapping[str, Any], steps: int) -> Run:
+        """Return the run of so many steps whose `data` these are.
+
+        Raises:
+            ArithmeticError, LookupError, TypeError, ValueError: If they are damaged.
+        """
         # What is not finite was stored as text.
         floats = {name: tuple(map(float, data[name])) for name in ("losses", "seconds")}
-        return cls(**{**data, **floats, "metric": float(data["metric"])})
+        run = cls(**{**data, **floats, "metric": float(data["metric"])})
+        kinds = [type(value).__name__ for value in vars(run).values()]
+        num_steps = len(run.losses) if run.diverged else steps
+        if not (
+            kinds == [str(each.type).partition("[")[0] for each in fields(cls)]
+            and len(run.losses) == len(run.seconds) == num_steps
+            and math.isfinite(run.metric) != bool(run.diverged)
+        ):
+            raise ValueError(data)
+        return run
 
 
 def train(workload: Workload, candidate: Candidate, seed: int) -> Run:

@@ -18,7 +18,7 @@ from halfstep._torch.optimizer_params import (
     gradients_of,
     name_of,
 )
-from halfstep.errors import require
+from halfstep.errors import require, require_type
 from halfstep.numerics.norms import absmax_of, nonfinite_marks
 from halfstep.scaling import grad_scaler_step, misuse, unscale
 from halfstep.scaling.call_order import CallOrderWatch
@@ -427,6 +427,7 @@ class GradScaler(TorchGradScaler):
         Raises:
             RuntimeError: If it is empty.
             KeyError: If an entry is missing.
+            UserError: If the entry that torch's state lacks is malformed.
         """
         if self._enabled:
             state = _from_foreign_state(state_dict, super().state_dict())
@@ -436,10 +437,13 @@ class GradScaler(TorchGradScaler):
             first = {"hysteresis_left": scaler.rule.hysteresis, "skips_in_a_row": 0}
             # torch raises for a missing one.
             torchs = {name: state.get(key) for name, key in _OF_TORCH.items()}
-            own = state.get("_halfstep", first) | torchs
-            LossScaler.check(own)
+            own = state.get("_halfstep", first)
+            expected = "a dict, as it was saved"
+            require_type("_halfstep", own, isinstance(own, dict), expected)
+            own = own | torchs
+            LossScaler.check(own | {"scale": 1.0})
             super().load_state_dict(state)
-            scaler.load_state_dict(own)
+            scaler.load_checked(own)
             self._has_loaded = True
 
     def __getstate__(self) -> dict[str, Any]:

@@ -106,6 +106,12 @@ class ScaleRule:
         return cls(scale, 1.0, 1.0, min_scale=scale, max_scale=scale)
 
 
+def check_scale(name: str, value: object) -> None:
+    """Raise `UserError` for a loaded loss scale that is no positive fp32 number."""
+    is_valid = _TINY <= to_float(value) <= FP32_MAX
+    require(name, value, is_valid, f"a number from {_TINY:g} to {FP32_MAX:g}")
+
+
 @dataclass(frozen=True)
 class ScaleState:
     """The loss scale and its counters, each a tensor of shape () on one device.

@@ -18,7 +18,7 @@ from halfstep.scaling.collapse import (
     LossHistory,
     StepHistory,
 )
-from halfstep.scaling.loss_scale import ScaleRule, ScaleState
+from halfstep.scaling.loss_scale import ScaleRule, ScaleState, check_scale
 from halfstep.scaling.unscale import unscale_
 
 if TYPE_CHECKING:
@@ -222,22 +222,28 @@ class LossScaler:
         """Raise if a state cannot be loaded.
 
         Raises:
-            UserError: If a field is missing, or its history is malformed.
+            UserError: If a field is missing, its scale is not a positive number, or its
+                history is malformed.
         """
         for field in fields(ScaleState):
             if field.name not in state:
                 raise UserError(
                     f"loss-scale state has no {field.name!r}; it holds {[*state]}."
                 )
+        check_scale("scale", state["scale"])
         _history_from(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a saved state; the rule is not changed.
 
         Raises:
-            UserError: If a field is missing, or its history is malformed.
+            UserError: As `check` raises it.
         """
         self.check(state)
+        self.load_checked(state)
+
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Load a state without a check: torch's class loads any scale."""
         loaded = {}
         for field in fields(ScaleState):
             current = getattr(self.state, field.name)

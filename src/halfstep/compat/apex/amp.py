@@ -26,7 +26,9 @@ from halfstep.compat.apex.amp_handle import (
 )
 from halfstep.compat.apex.optimizer_state import AmpScaler, rule_of
 from halfstep.compat.apex.state import STATE, AmpError, Properties, maybe_print
+from halfstep.errors import require_int
 from halfstep.masters import MasterWeights
+from halfstep.scaling.loss_scale import check_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -96,6 +98,7 @@ def initialize(
 
     Raises:
         AmpError: If an argument cannot be used; a `RuntimeError` and `ValueError`.
+        UserError: If a number is out of its range.
         TypeError: If there are no models, or no optimizers, in an argument.
 
     Example:
@@ -120,6 +123,7 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
+    num_losses = require_int("num_losses", num_losses, 1)
     model_list: list[nn.Module] = _listed(models, nn.Module, "models")
     optimizer_list: list[Any] = _listed(optimizers, torch.optim.Optimizer, "optimizers")
     _check(model_list, optimizer_list)
@@ -314,6 +318,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
     Raises:
         AmpError: If there are other keys.
+        UserError: If a scale is not a positive number; nothing is loaded then.
     """
     scalers = STATE.loss_scalers
     if len(state_dict) != len(scalers):
@@ -325,6 +330,8 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     if unknown:
         message = f"amp's state holds {unknown}; keys must be loss_scaler0, 1, ..."
         raise AmpError(message)
+    for key, saved in state_dict.items():
+        check_scale(f"{key}'s scale", saved["loss_scale"])
     for key, saved in state_dict.items():
         number = int(key.removeprefix("loss_scaler"))
         if number >= len(scalers):

@@ -79,7 +79,14 @@ def _named(path: Path, line: int | None = None) -> Iterator[None]:
         raise UserError(message) from error
     except UserError:  # names the file, and its line
         raise
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (
+        ArithmeticError,  # int(1e999), float(10**400)
+        AttributeError,
+        LookupError,
+        RecursionError,  # brackets nested too deep
+        TypeError,
+        ValueError,
+    ) as error:
         place = path if line is None else f"{path} line {line}"
         message = f"{place} is damaged: {type(error).__name__}: {error}."
         raise UserError(message) from error

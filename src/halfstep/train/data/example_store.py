@@ -84,10 +84,6 @@ class Store:
         else:
             self.word_at = arrays["word_at"]
 
-    def __reduce__(self) -> tuple[type[Store], tuple[Path, str, str]]:
-        """Pickle the folder's path, not the content."""
-        return Store, (self._folder, self.source, self.task)
-
     def __len__(self) -> int:
         return len(self._starts) - 1
 
