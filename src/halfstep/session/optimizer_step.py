@@ -170,10 +170,11 @@ class OptimizerStep:
         if not grads:  # other ranks may have some
             return torch.zeros_like(self._one), None
         is_plain = {*map(type, grads)} <= {Tensor, nn.Parameter}
+        is_foreign = self._is_readable and not is_plain
         norm = None
         if self._kernel is not None and not self._in_place:
             found_inf, norm = self._check_scaled(self._kernel, grads, scaler)
-        elif self._in_place or scaler.multiplies or (self._is_readable and not is_plain):
+        elif self._in_place or scaler.multiplies or is_foreign:
             found_inf = scaler.unscale_(grads)
         elif self._is_readable:
             # torch's kernel would write to the gradients even if the scale is 1.
