@@ -238,8 +238,8 @@ def lacks(dtype: str, device: str) -> bool:
     """Return whether a device is known to have no instructions for a 16-bit format."""
     if os.environ.get(_VARIABLE):  # the rates may be another machine's
         return False
-    is_known = device == "cuda" or (device == "cpu" and capabilities().instruction_sets)
-    return bool(is_known) and not native(dtype, device)
+    is_clear = device == "cuda" or (device == "cpu" and capabilities().instruction_sets)
+    return bool(is_clear) and not native(dtype, device)
 
 
 def _feature(dtype: str, device: str) -> str:

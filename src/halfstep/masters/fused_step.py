@@ -175,9 +175,9 @@ def _check_columns(
                 or tensor.numel() != size
                 or not _are_plain([tensor])
             ):
-                found = "missing" if tensor is None else _description(tensor)
+                actual = "missing" if tensor is None else _description(tensor)
                 raise UserError(
-                    f"{what} of parameter {index} is {found}; a kernel reads {size} "
+                    f"{what} of parameter {index} is {actual}; a kernel reads {size} "
                     f"numbers of {' or '.join(map(str, dtypes))} on {device}, without "
                     "gaps or lazy signs. Load or make the state again."
                 )

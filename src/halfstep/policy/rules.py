@@ -205,8 +205,8 @@ class Policy:
                 f"{file} cannot be read: {why}. Give TOML as Policy.save writes it."
             ) from None
         base, tables = content.get("base"), content.pop("rule", [])
-        is_whole = content.keys() == {"base"} and isinstance(tables, list)
-        if not is_whole or not isinstance(base, str):
+        has_parts = content.keys() == {"base"} and isinstance(tables, list)
+        if not has_parts or not isinstance(base, str):
             raise UserError(
                 f'{file}: it must have base = "torch" or "lean", and {_TABLES}'
             )

@@ -189,8 +189,8 @@ class Chart:
             if all(map(float.is_integer, places)):  # no ticks between steps
                 from matplotlib.ticker import MaxNLocator
 
-                whole = MaxNLocator("auto", steps=(1, 2, 5, 10), integer=True)
-                axes.xaxis.set_major_locator(whole)
+                locator = MaxNLocator("auto", steps=(1, 2, 5, 10), integer=True)
+                axes.xaxis.set_major_locator(locator)
             for axis, ticks in ((axes.xaxis, places), (axes.yaxis, values)):
                 if len(ticks) == 1:  # ticks beside it would tell nothing
                     axis.set_ticks([*ticks], [f"{tick:g}" for tick in ticks])
@@ -336,12 +336,12 @@ def page(
     except ModuleNotFoundError as error:
         raise UserError(_NOT_INSTALLED) from error
 
-    def shown(value: object) -> object:
+    def escape_text(value: object) -> object:
         """Escape each text that the template shows, but the HTML made below."""
         return printable(value) if type(value) is str else value
 
     document: str = Template(
-        _PAGE, trim_blocks=True, autoescape=True, finalize=shown
+        _PAGE, trim_blocks=True, autoescape=True, finalize=escape_text
     ).render(
         title=title,
         sections=sections,

@@ -82,10 +82,10 @@ class Rule(Generic[F]):
 
     def evaluate(self, facts: F) -> list[Finding]:
         """Return the rule's findings, worst first; the last may count further ones."""
-        found = [*filter(None, map(self._finding, self.observe(facts)))]
-        found.sort(key=lambda each: each.rank)
-        listed = found[: self.places]
-        if rest := len(found) - len(listed):
+        findings = [*filter(None, map(self._finding, self.observe(facts)))]
+        findings.sort(key=lambda each: each.rank)
+        listed = findings[: self.places]
+        if rest := len(findings) - len(listed):
             last = listed[-1]
             more = f"{last.measured}; and so in {format_count(rest, 'more place')}"
             listed[-1] = replace(last, measured=more)

@@ -96,7 +96,7 @@ def _advice_on_skips(facts: RunFacts) -> str:
     return f"Train in bf16 (--dtype bf16), or {keep}. Lower --lr if the loss rises too."
 
 
-def _late_scales(facts: RunFacts) -> tuple[list[float], int, int]:
+def _second_half(facts: RunFacts) -> tuple[list[float], int, int]:
     """Return the scales of the second half, and how often they fell and rose."""
     steps = _warm(facts)
     scales = [step.scale for step in steps[len(steps) // 2 :] if step.scale]
@@ -292,7 +292,7 @@ def skipped_steps(facts: RunFacts) -> Iterator[Observation]:
 )
 def scale_unsettled(facts: RunFacts) -> Iterator[Observation]:
     """Rounds of growth and back-off in 1,000 steps of the second half."""
-    scales, fell, rose = _late_scales(facts)
+    scales, fell, rose = _second_half(facts)
     if min(fell, rose) >= _FEW:
         measured = f"it fell {fell} and rose {rose} times in the last "
         measured += f"{len(scales):,} steps"
@@ -307,7 +307,7 @@ def scale_unsettled(facts: RunFacts) -> Iterator[Observation]:
 )
 def scale_falling(facts: RunFacts) -> Iterator[Observation]:
     """Powers of two that the scale fell in the second half, never rising."""
-    scales, fell, rose = _late_scales(facts)
+    scales, fell, rose = _second_half(facts)
     if not scales or rose:
         return
     down, share = math.log2(scales[0] / scales[-1]), fell / len(scales)

@@ -61,9 +61,9 @@ def _is_small(facts: RunFacts) -> bool:
     """
     rows = [row for row in _profile(facts).rows if GEMM.fullmatch(row.name)]
     sizes = [(row.calls, _size(row)) for row in rows]
-    known = [(calls, size) for calls, size in sizes if size is not None]
-    flops = sum(calls * size.flops for calls, size in known)
-    return 0 < len(known) == len(sizes) and flops < _least_flops(facts) / 8
+    measured = [(calls, size) for calls, size in sizes if size is not None]
+    flops = sum(calls * size.flops for calls, size in measured)
+    return 0 < len(measured) == len(sizes) and flops < _least_flops(facts) / 8
 
 
 def _least_flops(facts: RunFacts) -> float:

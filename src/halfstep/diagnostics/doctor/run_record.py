@@ -87,8 +87,8 @@ class Config:
         """Return the config of settings by name; "auto" is unknown."""
         names = ("level", "dtype", "master", "loss_scale", "device", "probe")
         words = {name: str(data[name]) for name in names if data.get(name) is not None}
-        known = {name: word for name, word in words.items() if word != "auto"}
-        return cls(**known, accumulate=int(data.get("accumulate") or 0) or None)
+        settings = {name: word for name, word in words.items() if word != "auto"}
+        return cls(**settings, accumulate=int(data.get("accumulate") or 0) or None)
 
     @property
     def fixed_scale(self) -> float | None:
