@@ -1,10 +1,11 @@
 """A program: `halfstep` with the size "mini", which trains in a moment.
 
-In: --signal NUMBER@STEP, which it sends to itself there; --fail RANK@STEP, where that
-process raises what --error names, in step 0 while it reads data; --kill RANK@STEP,
-where it kills itself, if torchrun did not start it again; --block RANK@STEP, where that
-process alone waits for a message, and all get SIGTERM; then the words of a command
-line. Out: what `halfstep` does with these.
+In: --pause SECONDS that each step takes longer; --signal NUMBER@STEP, which it sends to
+itself there; --fail RANK@STEP, where that process raises what --error names, in step 0
+while it reads data; --kill RANK@STEP, where it
+kills itself, if torchrun did not start it again; --block RANK@STEP, where that process
+alone waits for a message, and all get SIGTERM; then the words of a command line. Out:
+what `halfstep` does with these.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +41,7 @@ def _blow(text: str) -> tuple[int, int]:
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--signal", type=_blow, default=(0, 0))
     parser.add_argument("--fail", type=_blow)
     parser.add_argument("--error", default="RuntimeError")
@@ -53,6 +56,7 @@ def _disturb(patch: pytest.MonkeyPatch, told: argparse.Namespace) -> None:
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     def disturbed(self: Trainer, work: StepBatch, *rest: Any) -> dict[str, Any]:
+        time.sleep(told.pause)
         if told.signal[1] == work.number:
             os.kill(os.getpid(), told.signal[0])
         here = (self.world.rank, work.number)

@@ -1,4 +1,4 @@
-"""Two processes of `halfstep train` against one: the same run, told once.
+"""Two and four processes of `halfstep train` against one: the same run, told once.
 
 Started by `run_ranks`, this file is the program of one process; it trains every case.
 """
@@ -50,6 +50,8 @@ CASES = {
 }
 FSDP2 = {"O0, in parts": "O0", "O2, in parts": "O2"}
 """Cases that two processes train with FSDP2 -> the same with DDP."""
+FOUR = ("O0", "O2", "O0, in parts")
+"""Cases that four processes train; of the last batch, three have no text."""
 SAME = ("--lr", "5e-3", "--dropout", "0", "--mask-tokens", "0", "--epochs", "3")
 
 
@@ -103,11 +105,20 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def process(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four")
+    write_data(folder)
+    run_ranks(__file__, str(folder), *FOUR, processes=4, timeout=300)
+    return folder
+
+
+def process(folder: Path, *cases: str) -> None:
     told = {}
-    orders = {case: command(folder, case) for case in (*CASES, *FSDP2)}
-    orders["again"] = command(folder, "O0")
-    orders["resume"] = ["train", "--resume", "--out", str(folder / "O2")]
+    orders = {case: command(folder, case) for case in cases or (*CASES, *FSDP2)}
+    if not cases:
+        orders["again"] = command(folder, "O0")
+        orders["resume"] = ["train", "--resume", "--out", str(folder / "O2")]
     with pytest.MonkeyPatch.context() as patch, process_group.join("cpu") as world:
         small_dev_too(patch)
         # One process group for all: torchrun's store takes no second.
@@ -143,6 +154,18 @@ def assert_near(
     for key, count in (("loss", len(right)), ("grad_norm", norms)):
         values = [[r[key] for r in rows[:count]] for rows in (found, right)]
         assert values[0] == pytest.approx(values[1], rel=bound(case)), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FOUR)
+def test_losses_of_four(one: Path, four: Path, case: str) -> None:
+    """Law: four processes see the losses that one sees, step by step, and dev too."""
+    alone, shared = one / FSDP2.get(case, case), four / case
+    assert_near(records(shared), records(alone), case)
+    evals = (records(each, "eval") for each in (shared, alone))
+    for mine, theirs in zip(*evals, strict=True):
+        assert mine["dev_loss"] == pytest.approx(theirs["dev_loss"], rel=bound(case))
+    assert json.loads((shared / "summary.json").read_text())["processes"] == 4
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -266,4 +289,4 @@ def test_two_agents(one: Path, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    process(Path(sys.argv[1]))
+    process(Path(sys.argv[1]), *sys.argv[2:])
