@@ -21,8 +21,10 @@ from halfstep.machine import hardware
 
 TESTS = Path(__file__).parent
 CLOCKS = re.compile(r"\b(perf_counter|monotonic|process_time)(_ns)?\(\)|getrusage\(")
-NOT_JUDGED = {"planted_faults.py", "test_tests.py", "thread_soak.py"}
-"""No result depends on it: how long something runs."""
+NOT_JUDGED = {
+    *("planted_faults.py", "test_tests.py", "test_kills.py", "thread_soak.py"),
+}
+"""No result depends on it: how long something runs, or when it is killed."""
 
 
 def test_no_test_asks_the_clock() -> None:
