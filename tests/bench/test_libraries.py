@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 from bench_runs import flags, planted_rates
 
 from halfstep.bench import recipe, results
@@ -26,6 +27,8 @@ def test_library_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     After as many steps of warm-up, or losses would not compare.
     """
+    if name.endswith("bit") and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        pytest.skip("Inductor's AVX2 code of torchao's optimizers reads out of bounds")
     planted_rates(monkeypatch)
     monkeypatch.setitem(recipe.BENCHES, "recipe", recipe.BENCHES["recipe"])
     given: list[Any] = []
