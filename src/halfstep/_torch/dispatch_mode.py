@@ -1,4 +1,4 @@
-"""The dispatch mode by which operations are recorded, traced and emulated."""
+"""The dispatch mode by which operations are recorded and traced."""
 
 from __future__ import annotations
 

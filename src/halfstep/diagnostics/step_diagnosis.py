@@ -230,10 +230,10 @@ def diagnose(
     )
     hints = _HINTS if session is None else _SESSION_HINTS
     numerics, calls = checked_steps.numerics(), checked_steps.calls.findings()
-    of_numbers = *numerics.findings(), *calls
-    is_wrong = any(each.severity == "error" for each in of_numbers)
+    step_findings = *numerics.findings(), *calls
+    is_wrong = any(each.severity == "error" for each in step_findings)
     examined = examination(facts, hints, _WRONG if is_wrong else "")
-    findings = worst_first((*of_numbers, *examined.findings))
+    findings = worst_first((*step_findings, *examined.findings))
     examined = replace(examined, findings=findings)
     return Diagnosis(facts, profile_result, examined, numerics, calls)
 
