@@ -230,7 +230,7 @@ def enter_folder(namespace: dict[str, Any]) -> None:
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     patch.setenv("HALFSTEP_RATES", RATES)
     patch.setenv("XDG_CACHE_HOME", str(Path(SCRATCH.name) / "cache"))
-    patch.setenv("HALFSTEP_CACHE", str(Path(SCRATCH.name) / "rows"))
+    patch.setenv("HF_DATASETS_CACHE", str(Path(SCRATCH.name) / "rows"))
     patch.chdir(tempfile.mkdtemp(dir=SCRATCH.name))
     stack.enter_context(nothing_left_behind())
     namespace.update(__name__="__main__", _stack=stack)

@@ -1,6 +1,7 @@
 """What holds for every test: a private cache, and marks by what a test does."""
 
 import os
+import sys
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -123,5 +124,8 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv(
             "PYTHONPATH", os.pathsep.join([*here, *([there] if there else [])])
         )
-        patch.setenv("HALFSTEP_CACHE", str(tmp_path_factory.mktemp("rows")))
+        cache = str(tmp_path_factory.mktemp("rows"))
+        patch.setenv("HF_DATASETS_CACHE", cache)
+        if "datasets" in sys.modules:  # which has read the variable
+            patch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
         yield

@@ -203,23 +203,28 @@ def test_interrupted_before_it_began(
 
 
 def test_reading_words_is_light(here: Path) -> None:
-    """Law: words are read, and workloads listed, without torch.
+    """Law: words are read, and workloads listed, with nothing but Python's own library.
 
     --version prints the version and nothing else.
     """
     program = (
-        "import sys\nfrom halfstep import cli\nfor words in sys.argv[1:]:\n"
+        "import sys\nimport halfstep\n"
+        "for name in ('torch', 'numpy', 'datasets', 'transformers', 'tomli_w'):\n"
+        "    sys.modules[name] = None  # no import of it works\n"
+        "from halfstep import cli\nfor words in sys.argv[1:]:\n"
         "    try:\n        cli.run(words.split())\n    except SystemExit: pass\n"
-        "print([*{'torch', 'numpy'} & {*sys.modules}], file=sys.stderr)"
     )
+    commands = ("--version", "train --help", "train --help-all", "bench --help")
     done = subprocess.run(
-        [sys.executable, "-c", program, "--version", "train --help", "bench --help"],
+        [sys.executable, "-c", program, *commands],
         cwd=here,
         capture_output=True,
         check=True,
     )
-    assert done.stderr == b"[]\n"
-    assert done.stdout.decode().startswith(f"{halfstep.__version__}\nusage: ")
+    assert done.stderr == b""
+    out = done.stdout.decode()
+    assert out.startswith(f"{halfstep.__version__}\nusage: ")
+    assert out.count("usage: ") == len(commands) - 1
 
 
 def test_defects_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,22 +236,37 @@ def test_defects_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("beside")
 def test_predict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Law: predictions are a row a text, or an object a line in a file."""
-    assert leave("predict", "run", "abc", "def") == 0
+    """Law: texts give a table; a file's rows stay, in a file or a line each on a pipe.
+
+    Flags may stand before the texts.
+    """
+    assert leave("predict", "run", "--device", "cpu", "abc", "def") == 0
     out, err = capsys.readouterr()
     assert err == ""
     title, head, _, *rows = out.splitlines()
     assert title == "Predictions"
     assert head.split() == ["label", "p(0)", "p(1)", "text"]
     assert [row.split()[-1] for row in rows] == ["abc", "def"]
-    assert leave("predict", "run", "abc", "def", "--json", "found.jsonl") == 0
+    (here / "posts.csv").write_text("id,body\n07,abc\n08, \n09,def\n", encoding="utf-8")
+    words = ("predict", "run", "--data", "posts.csv", "--text-column", "body")
+    assert leave(*words) == 2
+    assert "posts.csv line 3" in complaint(capsys.readouterr().err)
+    assert leave(*words, "--skip-bad-rows", "--out", "out.csv") == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("2 texts, ")
-    written = (here / "found.jsonl").read_text(encoding="utf-8")
-    found = [json.loads(line) for line in written.splitlines()]
-    assert [each["text"] for each in found] == ["abc", "def"]
-    assert [each["label"] for each in found] == [row.split()[0] for row in rows]
+    assert "\n2 rows, " in f"\n{err}"
+    assert "posts.csv: 1 row left out" in err
+    lines = (here / "out.csv").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "id,body,label,p(0),p(1)"
+    labels = [row.split()[0] for row in rows]
+    assert [line.split(",")[:3] for line in lines[1:]] == [
+        *(["07", "abc", labels[0]], ["09", "def", labels[1]])
+    ]
+    assert leave(*words, "--skip-bad-rows") == 0
+    out, _ = capsys.readouterr()
+    assert [json.loads(line)["id"] for line in out.splitlines()] == ["07", "09"]
+    assert leave("predict", "run", "posts.csv") == 2
+    assert "--data posts.csv" in complaint(capsys.readouterr().err)
 
 
 BARE = """
@@ -276,7 +296,7 @@ def test_the_program(here: Path) -> None:
     """Law: the program itself leaves with the status, and one line on stderr."""
     status, out, err = start(here, *TRAIN[:3], "--device", "tpu")
     assert (status, out) == (2, "")
-    assert complaint(err) == "--device tpu must be one of auto, cpu, cuda."
+    assert complaint(err) == "--device 'tpu' must be one of auto, cpu, cuda."
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell that closes streams")
@@ -300,7 +320,7 @@ def test_what_each_command_needs(here: Path) -> None:
     """
     status, out, err = start(here, "predict", "run", "-", "--json", "-", bare=True)
     assert status == 0
-    assert err.startswith("1 text, ")
+    assert "\n1 row, " in f"\n{err}"
     assert "\\u5929\\u00e9\\ud83d" in out
     assert json.loads(out)["text"] == "天é😀"
     status, _, err = start(here, "train", "--out", "new", bare=True)
@@ -327,7 +347,7 @@ def test_json_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     found = [json.loads(line) for line in out.splitlines()]
     assert [each["text"] for each in found] == ["abc", "def"]
-    assert err.startswith("2 texts, ")
+    assert "\n2 rows, " in f"\n{err}"
 
 
 @pytest.mark.parametrize("words", EVERY, ids=" ".join)

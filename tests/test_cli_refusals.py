@@ -94,7 +94,7 @@ train --data nothing.csv | nothing.csv
 TRAIN --out letters.json/run | letters.json/run
 train --resume --out nowhere | nowhere
 predict nowhere text | nowhere/model
-predict nowhere | TEXT
+predict nowhere | --data
 """
 """Words after halfstep, and the value or the flag that the line names."""
 

@@ -19,19 +19,25 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.bench.commands import add_workloads, flag, run_workload
+from halfstep.bench.commands import add_workloads, flag, positive_float, run_workload
 from halfstep.errors import UserError
 from halfstep.launch import DTYPES
 from halfstep.reporting.argument_parser import Parser, print_error
+from halfstep.reporting.table import printable, terminal_width, wrap, write_text
 from halfstep.train import flags as train_flags
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from halfstep.bench.commands import Flags
     from halfstep.reporting.table import Table
 
 _STANDARD_OUTPUT = Path("-")
+_CONTINUED = {
+    "train": "; `train --resume` continues from the last checkpoint, if any",
+    "compare": "; the same command continues after the last finished run",
+}
+"""Command -> what to do after Ctrl-C."""
 _EPILOG = """\
 examples:
   halfstep env                               16-bit speed of this machine
@@ -39,6 +45,7 @@ examples:
   halfstep train --data posts.csv --out runs/posts
   halfstep train --resume --out runs/posts   continue after a crash
   halfstep predict runs/latest "..."         print labels or entities
+  halfstep predict runs/posts --data new.csv --out labelled.csv
   halfstep doctor runs/latest                find problems of a run
   halfstep run script.py --epochs 3          your own script in 16 bits
   halfstep plan my_models:make_one           a plan for one model
@@ -87,7 +94,7 @@ def run(words: Sequence[str] | None = None) -> int:
         for name in ("torchao", "torch.utils._pytree"):
             logging.getLogger(name).setLevel(logging.ERROR)
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda text, *_, **__: _show_warning(text)
             # torch warns without numpy; code that needs numpy checks for it.
             warnings.filterwarnings("ignore", "Failed to initialize NumPy")
             arguments.command(arguments)
@@ -97,9 +104,7 @@ def run(words: Sequence[str] | None = None) -> int:
         return print_error(error, 2)
     except KeyboardInterrupt:
         command = [*(sys.argv[1:] if words is None else words), ""][0]
-        advice = "; `train --resume` continues from the last checkpoint, if any"
-        advice = advice if command == "train" else ""
-        return print_error(f"interrupted{advice}", 130)
+        return print_error(f"interrupted{_CONTINUED.get(command, '')}", 130)
     except Exception as error:
         from halfstep.distributed.process_group import PeerLost
         from halfstep.scaling import LossScaleCollapse
@@ -111,20 +116,10 @@ def run(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: Any = None,  # noqa: ANN401 -- the signature is the library's
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Warning | str) -> None:
     """Print a warning in one line, like the program's other messages."""
-    del category, filename, lineno, line
-    from halfstep.reporting.table import printable
-
     words = printable(" ".join(str(message).split()))
-    print(f"halfstep: warning: {words}", file=file or sys.stderr)
+    print(f"halfstep: warning: {words}", file=sys.stderr)
 
 
 _COMMANDS: dict[str, tuple[Callable[..., None], Flags, dict[str, Any]]] = {}
@@ -179,34 +174,27 @@ _JSON = {"--json": _file("write the result as JSON; - prints JSON instead of tex
 
 
 def _show(
-    tables: Sequence[Table],
-    json_file: Path | None,
+    parts: Sequence[Table | str],
+    json_file: Path | None = None,
     data: Callable[[], object] | None = None,
-    *last: str,
 ) -> None:
-    """Print tables and last lines; write tables, or other data, as JSON on request."""
-    _print_and_write(
-        lambda width: "\n\n".join(
-            [*(table.text(width).rstrip() for table in tables), *last]
-        ),
-        data or (lambda: [table.data() for table in tables]),
-        json_file,
-    )
+    """Print tables and texts; write the tables, or other data, as JSON on request.
 
-
-def _print_and_write(
-    text: Callable[[int | None], str],
-    data: Callable[[], object],
-    json_file: Path | None,
-) -> None:
-    """Print text and write JSON; only JSON if both go to standard output."""
-    from halfstep.reporting.table import terminal_width
-
+    Only JSON is printed if both go to standard output.
+    """
     if json_file != _STANDARD_OUTPUT:
-        print(text(terminal_width()))
+        width = terminal_width()
+        texts = (
+            part if isinstance(part, str) else part.text(width).rstrip()
+            for part in parts
+        )
+        print("\n\n".join(texts))
     if json_file is None:
         return
-    written = json.dumps(data(), indent=1, ensure_ascii=False)
+    content = (
+        data() if data else [part.data() for part in parts if not isinstance(part, str)]
+    )
+    written = json.dumps(content, indent=1, ensure_ascii=False)
     if json_file == _STANDARD_OUTPUT:
         print(written)
     else:
@@ -214,8 +202,6 @@ def _print_and_write(
 
 
 def _write(text: str, path: Path, flag: str) -> None:
-    from halfstep.reporting.table import write_text
-
     # Names from JSON may contain unpaired surrogates, which UTF-8 cannot encode.
     text = text.encode(errors="backslashreplace").decode()
     try:
@@ -229,11 +215,12 @@ def _write(text: str, path: Path, flag: str) -> None:
     {},
     help="train a text model in mixed precision",
     usage="%(prog)s [--data PATH] [--out DIR] [flags]",
-    description=train_flags.DESCRIPTION,
+    description="Train a model that classifies texts, or finds entities in them. "
+    "Without flags, a small model learns six emotions from built-in sentences, at the "
+    "level recommended for this machine.",
     epilog=train_flags.EPILOG,
 )
 def _train(arguments: argparse.Namespace) -> None:
-    from halfstep.reporting.table import terminal_width, wrap
     from halfstep.train import dependencies
 
     # The next import needs some.
@@ -250,7 +237,7 @@ def _train(arguments: argparse.Namespace) -> None:
     )
     if leads:
         print()
-        _show(result.tables, None)
+        _show(result.tables)
         if not arguments.check:
             if result.findings:
                 print()
@@ -261,45 +248,73 @@ def _train(arguments: argparse.Namespace) -> None:
 
 @_command(
     {
-        "run": flag("folder of a finished run", None, Path, "RUN_DIR"),
+        "run": flag("folder of a finished run", None, Path, "RUN"),
         "texts": flag(
-            "one or more texts; - reads standard input, one text per line; blank "
-            "texts are left out",
+            "texts; - reads standard input, one text per line, without blank lines",
             None,
             str,
             "TEXT",
         )
-        | {"nargs": "+"},
-        "--json": _file(
-            "write one JSON object per text to a file, and show progress instead of "
-            "a table; - writes to standard output"
+        | {"nargs": "*"},
+        "--data": flag(
+            "file whose rows are predicted, of a format that `halfstep train` reads; "
+            "labels are not needed",
+            None,
+            str,
+            "FILE",
         ),
+        "--out": _file(
+            "write the rows, with all their columns and the predictions after them, as "
+            ".csv, .tsv or .jsonl (default: the first rows as a table on a "
+            "terminal, all of them as JSON lines on a pipe)"
+        ),
+        "--json": _file("write JSON lines; - writes them to standard output"),
+        "--text-column": flag(
+            "column or key of the text, or two of a pair of texts, A,B (default: that "
+            "of the run)",
+            None,
+            str,
+            "NAME",
+        ),
+        "--encoding": flag("encoding of the file (default: UTF-8)", None, str, "NAME"),
+        "--delimiter": flag(
+            "what separates cells (default: seen from the file)", None, str, "D"
+        ),
+        "--skip-bad-rows": _switch("leave out rows without a text, and count them"),
+        "--device": flag("auto, cpu or cuda", "auto", str, "DEVICE"),
     },
     help="label texts, or find entities in them, with a trained model",
-    description="Run the model of a finished run on texts: print a label and the "
-    "probability of each class, or the entities.",
+    usage="%(prog)s RUN [TEXT ... | --data FILE] [flags]",
+    description="Run the model of a finished run on texts, or on the rows of a file: "
+    "a label or labels with the probability of each, a number, or the entities.",
 )
 def _predict(arguments: argparse.Namespace) -> None:
     from halfstep.train import dependencies
 
     dependencies.check("halfstep predict", dependencies.TO_PREDICT)
-    from halfstep.train import predict
+    from halfstep.train import predict, prediction_files
+    from halfstep.train.data.source import bad_row_notes
 
-    predictor = predict.Predictor(arguments.run)
-    numbered: Iterable[tuple[int, str]]
-    notes: tuple[str, ...] = ()
-    if arguments.texts == ["-"]:
-        numbered = predict.lines(sys.stdin.buffer)
+    run, texts, data = arguments.run, arguments.texts, arguments.data
+    how = ("text_column", "encoding", "delimiter", "skip_bad_rows")
+    given = {name: getattr(arguments, name) for name in how}
+    predict.check_texts(run, texts, data, given)
+    target = prediction_files.target(arguments.out, arguments.json, data)
+    predictor = predict.Predictor(run, arguments.device)
+    bad_rows: list[Any] = []
+    if data is not None:
+        rows = predictor.read_rows(data, bad_rows, **given)
+    elif texts == ["-"]:
+        rows = predict.line_rows(sys.stdin.buffer, arguments.encoding)
     else:
-        numbered, notes = predict.drop_blank(arguments.texts)
-    if arguments.json:
-        direct = arguments.json == _STANDARD_OUTPUT
-        results = predictor.predict(text for _, text in numbered)
-        predict.write(results, None if direct else arguments.json, notes)
+        rows = predict.text_rows(texts)
+    is_stream = data is not None or texts == ["-"]
+    if target is not None or (is_stream and not sys.stdout.isatty()):
+        prediction_files.write(predictor, rows, *(target or (None, ".jsonl")))
     else:
-        numbers, texts = zip(*numbered, strict=True)
-        results = predictor.predict(texts)
-        _show(predict.tables(results, predictor.outputs, numbers, notes), None)
+        _show([prediction_files.table(predictor, rows)])
+    for note in bad_row_notes(data or "", bad_rows):
+        print(note, file=sys.stderr)
 
 
 @_command(
@@ -318,10 +333,10 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
     facts = run_reader.read(arguments.run)
     result = examination(facts)
-    _print_and_write(
-        lambda width: text.text(facts, result, width or text.WIDTH),
-        lambda: text.data(facts, result),
+    _show(
+        [text.text(facts, result, terminal_width() or text.WIDTH)],
         arguments.json,
+        lambda: text.data(facts, result),
     )
 
 
@@ -469,16 +484,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.load:
         chosen = load_plan(arguments.load, model, inputs)
     else:
-        chosen = plan(
-            model,
-            inputs,
-            dtype=arguments.dtype,
-            policy=arguments.policy,
-            method=arguments.method,
-            level=arguments.level,
-            kinds=kinds,
-            refresh=arguments.refresh,
-        )
+        words = {name: getattr(arguments, name) for name in (*defaults, "refresh")}
+        chosen = plan(model, inputs, kinds=kinds, **words)
     tables = plan_report.tables(
         chosen,
         plan_times.count_autocast_casts(model, inputs, chosen.dtype),
@@ -517,7 +524,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             "largest difference of the score that counts as none (default: 1 %% of "
             "fp32's score)",
             None,
-            float,
+            positive_float,
             "X",
         ),
         "--out": flag(
@@ -541,21 +548,17 @@ def _compare(arguments: argparse.Namespace) -> None:
     from halfstep.parity.train_workload import train_workload
 
     levels = parse_all(arguments.levels)
-    try:
-        result = run_comparison(
-            train_workload(arguments.train),
-            levels,
-            arguments.seeds,
-            margin=arguments.margin,
-            out=arguments.out,
-            progress=lambda line: print(line, file=sys.stderr, flush=True),
-        )
-    except KeyboardInterrupt:
-        advice = "the same command continues after the last finished run"
-        sys.exit(print_error(f"interrupted; {advice}", 130))
+    result = run_comparison(
+        train_workload(arguments.train),
+        levels,
+        arguments.seeds,
+        margin=arguments.margin,
+        out=arguments.out,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     report = arguments.out / "report.html"
     result.page(report)
-    _show(result.tables(), arguments.json, result.data, f"report: {report}")
+    _show([*result.tables(), f"report: {report}"], arguments.json, result.data)
 
 
 @_command(

@@ -1,5 +1,6 @@
 """`halfstep bench train` and `ner`: intervals, tables, and runs."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 from bench_runs import Candidate, rejected, rows, tables
-from small_corpora import marked
 from small_training import (
     small_and_measured,
     without_figures,
@@ -127,14 +127,13 @@ def test_flops(texts: str) -> None:
     """Law: a text has 6 FLOPs for each weight of a linear layer and token: by hand.
 
     Texts of 3 to 9 letters and two special tokens have 8 tokens on average; "mini" has
-    four 32 x 32 and two 32 x 64 matrices, a pooler and a classifier of the first token,
-    and products of all tokens with all in attention: 2 x 32 FLOPs each, three times.
+    four 32 x 32 and two 32 x 64 matrices, a classifier of the mean of tokens, and
+    products of all tokens with all in attention: 2 x 32 FLOPs each, three times.
     """
     config = TrainConfig(data=texts, model="mini", epochs=2, dev_share=0.1)
     runs = TrainRuns(config)
     length, layer = 8, 4 * 32 * 32 + 2 * 32 * 64
-    first = 32 * 32 + 2 * 32
-    by_hand = 6 * (length * layer + first) + 3 * 2 * (2 * 32 * length**2)
+    by_hand = 6 * (length * layer + 2 * 32) + 3 * 2 * (2 * 32 * length**2)
     assert jobs.matmul_flops(runs) == by_hand * 2 * len(runs.corpus.train)
 
 
@@ -154,9 +153,10 @@ def texts(tmp_path: Path) -> str:
 @pytest.fixture
 def entities(tmp_path: Path) -> str:
     names = [(f"{'ab' * (n % 3)}xyz{'ba' * (n % 2)}", 2 * (n % 3)) for n in range(40)]
-    marks = [(text, [(start, start + 3, "PER")]) for text, start in names]
-    marked(tmp_path / "names.jsonl", marks, ["PER"])
-    return str(tmp_path / "names.jsonl")
+    rows = [{"text": t, "entities": [(n, n + 3, "PER")]} for t, n in names]
+    path = tmp_path / "names.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return str(path)
 
 
 class Process(Candidate):
@@ -259,7 +259,7 @@ def test_one_run(texts: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None
         return done
 
     monkeypatch.setattr(jobs, "run", keep)
-    monkeypatch.setenv("HALFSTEP_CACHE", "")  # a run sets its own
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", "")  # a run sets its own
     task = {"data": texts, "model": "mini", "epochs": 1, "device": "cpu", "seed": 3}
     answer = jobs.worker(task | TRAIN[name])(None)
     ((summary, records),) = runs
@@ -278,17 +278,19 @@ def test_a_run_that_diverges(
     """Law: a run that diverges is a result, in one line."""
     failed = error("training\n  has diverged")
     monkeypatch.setattr(jobs, "run", Mock(side_effect=failed))
-    monkeypatch.setenv("HALFSTEP_CACHE", "")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", "")
     assert jobs.run_once({"device": "cpu"}) == {"diverged": "training has diverged"}
 
 
-def test_for_real(texts: str, entities: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_real(
+    texts: str, entities: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Law: runs in processes have what the tables need, fp16 too.
 
     The plain loop and ours train the same texts, from the same learning rate.
     """
     monkeypatch.setattr(hardware, "emulation_warning", lambda *_: None)
-    monkeypatch.setenv("HALFSTEP_CACHE", "")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(jobs, "WorkerProcess", Candidate)
     ner = f"--data {entities} --epochs 1 --seeds 1 --candidates fp32,O1-fp16 --lr 1e-3"
     train = f"--data {texts} --limit 60 --candidates plain-fp32,plain-amp,O2-bf16"

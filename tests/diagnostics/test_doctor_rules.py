@@ -35,11 +35,11 @@ from halfstep.numerics.tensor_summary import (
     underflow_exponent,
 )
 from halfstep.reporting.finding import Finding
-from halfstep.train.config import SETTINGS, flag_of
+from halfstep.train.config import SETTINGS
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
-FP16 = Config(level="O2", dtype="fp16", master="fp32", loss_scale="dynamic")
-BF16 = Config(level="O2", dtype="bf16", master="fp32", loss_scale="none")
+FP16 = Config(level="O2", dtype="fp16", master_weights="fp32", loss_scale="dynamic")
+BF16 = Config(level="O2", dtype="bf16", master_weights="fp32", loss_scale="none")
 ON_GPU = replace(FP16, device="cuda")
 ON_CPU = replace(BF16, device="cpu")
 
@@ -108,7 +108,7 @@ def weights(*words: str) -> RunFacts:
 
 def lost(share: float) -> RunFacts:
     """Return a run in which rounding swallowed a share of the updates."""
-    bare = replace(BF16, master="none")
+    bare = replace(BF16, master_weights="none")
     return RunFacts(config=bare, lost=(LostUpdates(100, 0, share),))
 
 
@@ -215,7 +215,7 @@ LIMITS: list[tuple[str, Callable[[Any], RunFacts], Any, Any, str]] = [
     ("swamped updates", lost, 0.05, 0.06, "6.0% of its updates were rounded"),
     (
         *("no masters", lambda given: in_bf16(**given), {}),
-        *({"level": "O3", "master": None}, "master split"),
+        *({"level": "O3", "master_weights": None}, "master split"),
     ),
     (
         *("weights already low", lambda last: weights("fp32", last), "fp32", "bf16"),
@@ -345,7 +345,7 @@ def test_flags_that_are_advised_exist() -> None:
     """Law: whatever flag an advice names, `halfstep train` takes it."""
     advice = " ".join(f.advice for *_, sick, _ in CASES for f in examine(sick))
     named = set(re.findall(r"--[a-z][a-z-]*", advice))
-    flags = {flag_of(setting) for setting in SETTINGS.values()}
+    flags = {setting.flag for setting in SETTINGS.values()}
     assert {"--lr", "--loss-scale", "--policy"} <= named <= flags
 
 
@@ -572,7 +572,7 @@ def test_what_does_not_concern_a_run_is_not_missed() -> None:
     assert not told & {"underflow", "no loss scale", "casts", "swamped updates"}
     assert told >= {"overhead", "data loading", "skipped steps"}
     for master in ("fp32", "none"):
-        blind = not_evaluated(RunFacts(config=replace(BF16, master=master)))
+        blind = not_evaluated(RunFacts(config=replace(BF16, master_weights=master)))
         assert ("swamped updates" in blind) == (master == "none")
     # A reader learns the setting and the call that make statistics.
     assert "--probe sampled" in blind["coarse"]

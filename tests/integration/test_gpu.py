@@ -68,7 +68,7 @@ def test_training(kind: str, optimizer: str, options: dict[str, Any]) -> None:
     "precision",
     [
         ["--level", "O2", "--dtype", "fp16", "--probe", "full"],
-        ["--level", "O2", "--master", "split", "--recompute"],
+        ["--level", "O2", "--master-weights", "split", "--recompute"],
         ["--level", "O1", "--dtype", "fp16", "--compare-fp32", "3"],
         ["--level", "O3"],
     ],

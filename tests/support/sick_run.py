@@ -104,7 +104,12 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
-    told = {"level": "O2", "dtype": "bf16", "master": "fp32", "loss_scale": "none"}
+    told = {
+        "level": "O2",
+        "dtype": "bf16",
+        "master_weights": "fp32",
+        "loss_scale": "none",
+    }
     told |= {"device": "cpu", "probe": "sampled"}
     text = "".join(
         f"{key} = {json.dumps(value)}\n" for key, value in (settings or told).items()

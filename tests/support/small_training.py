@@ -25,7 +25,8 @@ from halfstep.train.step_dataset import StepBatch
 
 TIMED = {
     *("seconds", "examples_per_s", "train_seconds", "evaluate_seconds"),
-    *("save_seconds", "tokenise_seconds", "peak_memory_bytes", "padded_share"),
+    *("save_seconds", "fit_seconds", "tokenise_seconds", "peak_memory_bytes"),
+    "padded_share",
     *("ms", "time_ratio", "time_spread"),
 }
 """What of records and summaries is of one process alone, not of what was learned."""

@@ -12,8 +12,15 @@ from halfstep.train.flags import add_flags, explicit_settings
 OTHERS: dict[str, Any] = {
     "task": "ner",
     "data": "posts.csv",
+    "encoding": "gb18030",
+    "delimiter": "|",
     "text_column": "review",
     "label_column": "stars",
+    "skip_bad_rows": True,
+    "streaming": True,
+    "multi_label": True,
+    "label_separator": "|",
+    "regression": True,
     "labels": "no,yes",
     "limit": 100,
     "dev_share": 0.25,
@@ -25,7 +32,7 @@ OTHERS: dict[str, Any] = {
     "level": "O1",
     "dtype": "fp16",
     "loss_scale": "1024",
-    "master": "split",
+    "master_weights": "split",
     "policy": "torch + module:classifier=fp32",
     "epochs": 7,
     "max_steps": 50,
@@ -61,8 +68,16 @@ def without(*names: str) -> dict[str, Any]:
 
 
 TOGETHER = (
-    without("class_weights", "master", "text_column", "label_column"),
-    without("task", "parallel"),
+    without(
+        *("class_weights", "master_weights", "delimiter"),
+        *("text_column", "label_column"),
+        *("multi_label", "label_separator", "regression"),
+    ),
+    without("task", "parallel", "label_smoothing", "regression"),
+    without(
+        *("task", "parallel", "multi_label", "label_separator", "labels"),
+        *("class_weights", "label_smoothing"),
+    ),
 )
 """Sets of settings that go with each other, and hold all of `OTHERS` between them."""
 

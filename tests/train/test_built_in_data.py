@@ -30,6 +30,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.train.data.corpus import load
+from halfstep.train.data.data_format import DataFormat
 
 CHECKED = "4bb123a623b08b12ee9dc5eb132047141750b5826ee67e5bc6b226371b935090"
 """SHA-256 of all files, in the order of their names."""
@@ -52,10 +53,8 @@ def test_as_checked() -> None:
 
 def test_emotions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: `load` returns the splits, in each of which six classes are as frequent."""
-    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path))
-    corpus = load(
-        None, task="classify", label_names=None, limit=None, dev_share=0.08, seed=0
-    )
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    corpus = load(None, DataFormat(), label_names=None, dev_share=0.08, seed=0)
     assert corpus.name == "emotions"
     for split in (corpus.train, corpus.dev, corpus.test):
         counts = Counter(split.labels().tolist())

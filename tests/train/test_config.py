@@ -1,7 +1,6 @@
 """Settings: each refusal, what resuming makes of them, and files of them."""
 
 import json
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ from small_training import small_and_measured, small_settings, write_letters
 from train_settings import OTHERS, TOGETHER, parse
 
 from halfstep.checkpoint import single
-from halfstep.errors import UserError
 from halfstep.train.config import (
     BEST_BY,
     SETTINGS,
     TrainConfig,
-    flag_of,
     read_file,
     resume_config,
     write_resolved,
@@ -25,59 +22,81 @@ from halfstep.train.config import (
 from halfstep.train.output import html_report
 from halfstep.train.run import run
 
-COUNTS = ("epochs", "batch-size", "accumulate", "eval-every", "patience", "keep")
-COUNT = " must be from 1 to 2147483647."
-REFUSED = [
-    *((name, 0, COUNT) for name in COUNTS),
-    ("epochs", 99999999999999999999, COUNT),
-    ("max-length", 2, " must be from 3 to 1048576."),
-    ("workers", -1, " must be from 0 to 1024."),
-    ("limit", 1, " must be from 2 to 2147483647."),
-    ("out", "a\0b", " must be a folder: not blank, and without NUL."),
-    ("data", "", " must be a file or a folder: not blank, and without NUL."),
-    ("dropout", 1.0, " must be at least 0 and below 1."),
-    ("warmup", float("nan"), " must be at least 0 and below 1."),
-    ("dev-share", 1.0, " must be above 0 and below 1."),
-    ("lr", 0.0, " must be above 0 and finite."),
-    ("clip", float("inf"), " must be above 0 and finite."),
-    ("weight-decay", -0.1, " must be at least 0 and finite."),
-    ("seed", 2**32, " must be at least 0 and below 4294967296."),
-    ("layer-decay", 1.1, " must be above 0 and at most 1."),
-    ("master", "fp16", " must be one of fp32, split, kahan, stochastic, none."),
-    ("freeze", "a.*,, b", " must be patterns with commas between them, none of them"),
-    ("labels", "no,yes,no", ": name 2 or more, each once."),
-    *(
-        ("class-weights", wrong, " must be balanced, or finite numbers above 0 with")
-        for wrong in ("even", "1,nan", "1,,2", "")
-    ),
-]
-"""Flag, value, and how the message goes on after both."""
-
-
+COUNTS = ("epochs", "batch_size", "accumulate", "eval_every", "patience", "keep")
+INF, NAN = float("inf"), float("nan")
+OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(COUNTS, (0, -1, 2**31, 10**20)),
+    "max_length": (2,),
+    "workers": (-1, 1025),
+    "limit": (1,),
+    "out": ("", "a\0b"),
+    "data": (" ", "a\0b"),
+    "text_column": ("", "a,b,c", "a,"),
+    "encoding": ("gb1803", "hex"),
+    "delimiter": ("", ",,", '"', "\n"),
+    "dropout": (1.0, -0.1, NAN),
+    "dev_share": (0.0, 1.0),
+    "lr": (0.0, INF),
+    "clip": (INF, NAN),
+    "weight_decay": (-0.1, INF),
+    "seed": (2**32, -1),
+    "layer_decay": (1.1, 0.0),
+    "master_weights": ("fp16",),
+    "device": ("tpu",),
+    "freeze": ("a.*,, b",),
+    "class_weights": ("even", "1,nan", "1,,2", ""),
+}
+OF_ANOTHER_TYPE = {"epochs": "3", "keep": True, "lr": False, "compile": 1, "seed": None}
+OF_ANOTHER_TYPE |= {"labels": ["no", "yes"], "model": None, "clip": "1"}
+NUMBERS: dict[str, Any] = {"regression": True, "data": "posts.csv"}
+SETS: dict[str, Any] = {"multi_label": True, "data": "posts.csv"}
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "class": {},
+    "multi_label": SETS,
+    "regression": NUMBERS,
+    "ner": {"task": "ner"},
+}
 NOT_TOGETHER: list[tuple[dict[str, Any], str]] = [
-    ({"accumulate": 33}, "--accumulate 33 is more than --batch-size 32: some micro-"),
-    ({"best_by": "f1"}, "f1 is no score of --task classify; choose one of macro_f1, a"),
-    ({"task": "ner", "text_column": "review"}, "--text-column and --label-column are"),
-    ({"text_column": "Stars ", "label_column": "stars"}, " are both 'Stars '; name"),
-    ({"task": "ner", "class_weights": "1,2"}, "--class-weights 1,2 is for --task cla"),
-    ({"parallel": "fsdp2", "master": "split"}, "--master split does not go with --"),
+    ({"labels": "no,yes,no"}, "--labels no,yes,no"),
+    ({"task": "ner", "labels": "a,a"}, "--labels a,a"),
+    ({"accumulate": 33}, "--accumulate 33 is more than --batch-size 32"),
+    ({"best_by": "f1"}, "--best-by f1 is no score of one class per text"),
+    (
+        {"task": "ner", "text_column": "review"},
+        "--text-column review is not for --task ner",
+    ),
+    (
+        {"task": "ner", "class_weights": "1,2"},
+        "--class-weights 1,2 is not for --task ner",
+    ),
+    (NUMBERS | {"class_weights": "1,2"}, "1,2 is not for --regression"),
+    (NUMBERS | {"labels": "a,b"}, "--labels a,b is not for --regression"),
+    (NUMBERS | {"best_by": "macro_f1"}, "is no score of --regression; choose one of s"),
+    (NUMBERS | {"multi_label": True}, "--multi-label and --regression are different"),
+    (NUMBERS | {"task": "ner"}, "--regression and --task ner are different"),
+    (SETS | {"label_smoothing": 0.1}, "0.1 is not for --multi-label"),
+    ({"label_separator": ";"}, "--label-separator ; is not for one class per text"),
+    ({"multi_label": True}, "--multi-label is for labels of --data"),
+    (
+        {"data": "a", "text_column": "Stars ", "label_column": "stars"},
+        "are both 'stars'",
+    ),
+    ({"parallel": "fsdp2", "master_weights": "split"}, "--master-weights split does "),
 ]
 
 
-@pytest.mark.parametrize(("flag", "value", "tail"), REFUSED)
-def test_refusals(flag: str, value: object, tail: str) -> None:
-    """Law: a value out of its range is refused by flag, value and range."""
-    message = refused(TrainConfig, **{flag.replace("-", "_"): value})
-    shown = value if str(value).isprintable() else repr(value)
-    assert message.startswith(f"--{flag} {shown}{tail}")
+def test_refusals() -> None:
+    """Law: a value of another type or out of range is refused by flag and value."""
+    wrong = [(name, value) for name, values in OUT_OF_RANGE.items() for value in values]
+    for name, value in [*wrong, *OF_ANOTHER_TYPE.items()]:
+        message = refused(TrainConfig, **{name: value})
+        assert message.startswith(f"{SETTINGS[name].flag} {value!r} must be ")
 
 
-@pytest.mark.parametrize(("settings", "message"), NOT_TOGETHER)
-def test_settings_that_exclude_each_other(
-    settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        TrainConfig(**settings)
+def test_settings_that_exclude_each_other() -> None:
+    """Law: two settings that contradict each other are refused by both names."""
+    for settings, message in NOT_TOGETHER:
+        assert message in refused(TrainConfig, **settings)
 
 
 def test_what_settings_come_to() -> None:
@@ -92,10 +111,14 @@ def test_what_settings_come_to() -> None:
         config = TrainConfig(class_weights=given)
         assert (config.weights, config.balanced) == (weights, balanced)
     assert (TrainConfig().label_names, TrainConfig().frozen) == (None, ())
-    for task, scores in BEST_BY.items():
-        assert TrainConfig(task=task).best_score == scores[0]
-        for score in scores:
-            assert TrainConfig(task=task, best_by=score).best_score == score
+    assert PROBLEMS.keys() == BEST_BY.keys()
+    for problem, own in PROBLEMS.items():
+        config = TrainConfig(**own)
+        assert config.problem == problem
+        assert config.target == ("class" if problem == "ner" else problem)
+        assert config.best_score == BEST_BY[problem][0]
+        for score in BEST_BY[problem]:
+            assert TrainConfig(best_by=score, **own).best_score == score
 
 
 def test_edges_are_in_range() -> None:
@@ -105,7 +128,7 @@ def test_edges_are_in_range() -> None:
     TrainConfig(epochs=1, batch_size=1, accumulate=1, eval_every=1, max_length=3)
     TrainConfig(limit=2, dev_share=0.001, accumulate=8, batch_size=8)
     TrainConfig(seed=2**32 - 1, limit=2**31 - 1, max_length=2**20, workers=1024)
-    TrainConfig(**{name.replace("-", "_"): 2**31 - 1 for name in COUNTS})  # type: ignore[arg-type]
+    TrainConfig(**dict.fromkeys(COUNTS, 2**31 - 1))  # type: ignore[arg-type]
 
 
 def test_each_setting_has_another_value() -> None:
@@ -113,7 +136,7 @@ def test_each_setting_has_another_value() -> None:
     assert list(OTHERS) == list(SETTINGS)
     for name, value in OTHERS.items():
         assert value != getattr(TrainConfig(), name), name
-    assert TOGETHER[0].keys() | TOGETHER[1].keys() == OTHERS.keys()
+    assert set().union(*TOGETHER) == OTHERS.keys()
 
 
 @pytest.mark.parametrize("others", TOGETHER)
@@ -125,10 +148,8 @@ def test_round_trip(others: dict[str, Any]) -> None:
     assert resume_config(saved, dict(others)) == config
 
 
-MAY_CHANGE = {
-    *("data", "out", "keep", "workers", "tensorboard", "probe", "parallel"),
-    "compare_fp32",
-}
+MAY_CHANGE = {"data", "out", "keep", "workers", "tensorboard", "probe"}
+MAY_CHANGE |= {"parallel", "compare_fp32"}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -144,26 +165,17 @@ def test_resuming_with_other_words(name: str) -> None:
     else:
         kept = "default" if saved[name] is None else saved[name]
         assert refused(resume_config, saved, {name: other}).startswith(
-            f"{flag_of(setting)} {other} differs from this run's {kept}; resume witho"
+            f"{setting.flag} {other} differs from this run's {kept}; resume witho"
         )
-    for others in TOGETHER:
-        older = TrainConfig(**others).data_dict()
-        del older[name]
-        assert getattr(resume_config(older, {}), name) == setting.default
+    del saved[name]
+    assert getattr(resume_config(saved, {}), name) == setting.default
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("epoch", 3, "config.json: 'epoch' is not a setting; nearest: epochs."),
-        ("seed", None, "config.json: seed is None; it must be a whole number."),
-        ("epochs", -1, f"--epochs -1{COUNT}"),
-    ],
-)
-def test_damaged_settings(name: str, value: object, message: str) -> None:
+def test_damaged_settings() -> None:
     """Law: settings that were altered by hand are refused, not believed."""
-    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        resume_config(TrainConfig().data_dict() | {name: value}, {})
+    for name, value, message in (("epoch", 3, "'epoch' is"), ("seed", None, "--seed ")):
+        line = refused(resume_config, TrainConfig().data_dict() | {name: value}, {})
+        assert line.startswith(f"config.json: {message}")
 
 
 # Files of settings: read as they were written, and refused by line
@@ -197,28 +209,24 @@ def test_dashes_and_line_ends(tmp_path: Path) -> None:
 REFUSED_FILES = {
     "epoch = 3": ": 'epoch' is not a setting; nearest: epochs.",
     "dev-shares = 0.1": ": 'dev_shares' is not a setting; nearest: dev_share.",
-    "[some]\nepochs = 3": ": 'some' is not a setting; see halfstep train --help.",
+    "[some]\nepochs = 3": ": 'some' is not a setting; see halfstep train --help",
     "overwrite = true": ": 'overwrite' is no setting of a run; type --overwrite.",
     "max_steps = 3\nmax-steps = 3": ": 'max_steps' is set twice, with - and with _",
-    "epochs = '3'": ": epochs is '3'; it must be a whole number.",
-    "epochs = true": ": epochs is True; it must be a whole number.",
-    "lr = false": ": lr is False; it must be a number.",
-    "compile = 1": ": compile is 1; it must be true or false.",
-    "labels = ['no', 'yes']": ": labels is ['no', 'yes']; it must be text in quotes.",
+    "epochs = '3'": ": --epochs '3' must be a whole number.",
+    "keep = true": ": --keep True must be a whole number.",
+    "labels = ['no', 'yes']": ": --labels ['no', 'yes'] must be text in quotes.",
+    "clip = 1" + "0" * 400: ": --clip inf must be above 0 and finite.",
     "keep = 1\nkeep = 2\n": " is not TOML: Cannot overwrite a value (at line 2, column",
     "seed = 1" + "0" * 5000: " is not TOML: ",
 }
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED_FILES)))
-def test_refused_files(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: what is no setting is refused by file and name, with what would be."""
-    text, fault = [*REFUSED_FILES.items()][number]
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text(text)
-    assert refused(read_file, Path("run.toml")).startswith(f"run.toml{fault}")
+    for text, fault in REFUSED_FILES.items():
+        Path("run.toml").write_text(text)
+        assert refused(read_file, Path("run.toml")).startswith(f"run.toml{fault}")
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
@@ -230,8 +238,8 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     path.write_bytes(b"keep = 1\ndata = 'caf\xe9'\n")
     assert refused(read_file, path).startswith(f"{path} is not TOML: 'utf-8' codec")
     path.unlink()
-    bad = OTHERS | {"master": "fp32", "class_weights": "1,0"}
-    message = "--class-weights 1,0 must be balanced, or"
+    bad = {"class_weights": "1,0"}
+    message = "--class-weights '1,0' must be balanced, or"
     assert refused(write_resolved, path, bad).startswith(message)
     for place, data in ((path, "caf\udce9.csv"), (tmp_path / "no" / "x.toml", "a")):
         message = f"{place} cannot be written: "
@@ -250,26 +258,27 @@ def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("level", "master", "kept"),
+    ("level", "form", "kept"),
     [("O2", "split", "split"), ("O2", "none", "none"), ("O1", "fp32", "none")],
 )
 def test_masters(
     short: dict[str, Any],
     capsys: pytest.CaptureFixture[str],
     level: str,
-    master: str,
+    form: str,
     kept: str,
 ) -> None:
     """Law: masters are of the form asked for, and all that is written says so.
 
     A level without master weights is said to keep none, whatever is set.
     """
-    done = run(short | {"level": level, "master": master})
+    done = run(short | {"level": level, "master_weights": form})
     newest = done.folder.checkpoint_path(done.folder.steps()[0])
     assert single.load(newest).state["masters"]["form"] == kept
-    assert (done.summary["master"], done.folder.settings()["master"]) == (kept, master)
-    form = f", master weights {master}" if level == "O2" else ""
-    said = f"evel {level} bf16{form}: level {level} was asked for"
+    name = "master_weights"
+    assert (done.summary[name], done.folder.settings()[name]) == (kept, form)
+    masters = f", master weights {form}" if level == "O2" else ""
+    said = f"evel {level} bf16{masters}: level {level} was asked for"
     out, err = capsys.readouterr()
     assert f"l{said}" in out + err
-    assert (done.folder.path / "report.html").read_text().startswith(f"L{said}.")
+    assert f"L{said}." in (done.folder.path / "report.html").read_text()

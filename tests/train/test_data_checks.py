@@ -1,6 +1,7 @@
 """Findings: said where there is something to do, silent where there is not."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -19,9 +20,9 @@ class Texts(list[int]):
     ) -> None:
         super().__init__(hashes)
         self.counts, self.types = counts, types
+        self.source = SimpleNamespace(use_rows=())
 
-    def label_counts(self, num_labels: int) -> np.ndarray[Any, Any]:
-        assert len(self.counts) == num_labels
+    def label_counts(self) -> np.ndarray[Any, Any]:
         return np.array(self.counts)
 
     def text_hashes(self) -> np.ndarray[Any, Any]:
@@ -36,14 +37,18 @@ class Texts(list[int]):
 
 def texts(*lengths: int, inexact: int = 0) -> EncodedTexts:
     made = EncodedTexts.build([[1] * length for length in lengths])
-    return EncodedTexts(made.ids, made.starts, made.rows, inexact=inexact)
+    per_text = {"num_inexact": np.full(len(lengths), inexact // max(1, len(lengths)))}
+    return replace(made, per_text=per_text)
 
 
 QUIET: dict[str, Any] = {
     "train": texts(3, 4),
     "dev": texts(2),
     "test": texts(),
-    "left_out": (),
+    "notes": (),
+    "labels": ("a", "b"),
+    "use_rows": (0, 0, 1),
+    "target": "class",
     "repeats": 0,
     "task": "classify",
     "train_counts": (1, 1),
@@ -60,14 +65,16 @@ def trainer(**more: Any) -> Any:
     said = SimpleNamespace(**QUIET | more)
     encoded = {name: getattr(said, name) for name in ("train", "dev", "test")}
     corpus = SimpleNamespace(
-        left_out=said.left_out,
+        notes=said.notes,
+        target=said.target,
         repeats=said.repeats,
-        labels=("a", "b"),
+        labels=said.labels,
         train=Texts(said.train_hashes, said.train_counts, ()),
         dev=Texts(said.dev_hashes, said.dev_counts, ()),
         test=Texts(said.test_hashes, (), said.test_types),
         task=said.task,
     )
+    corpus.train.source.use_rows = said.use_rows
     job = SimpleNamespace(encoded=encoded, longest=8, corpus=corpus)
     return SimpleNamespace(job=job)
 
@@ -95,7 +102,7 @@ SAID: list[tuple[Any, Any, str]] = [
     (
         {},
         {"train_counts": (0, 9), "dev_counts": (0, 100)},
-        "train has no text of 'a': macro averages count such labels as 0; number clas",
+        "train has no text of 'a': macro averages count such labels as 0; name fewer",
     ),
     (
         NER | {"test_hashes": (-1,), "test_types": ("PER",)},
@@ -119,6 +126,16 @@ SAID: list[tuple[Any, Any, str]] = [
         f"2 of 3 train texts reach 8 tokens, {CUT}",
     ),
     ({}, {"dev": texts(7, 8)}, f"1 of 2 dev texts reaches 8 tokens, {CUT}"),
+    (
+        {"labels": ("so good", "so bad")},
+        {"labels": ("so good", "So  GOOD")},
+        "'so good', 'So  GOOD' differ in case or blanks only, and are 2 labels",
+    ),
+    (
+        {"target": "multi_label"},
+        {"target": "multi_label", "use_rows": (0, 1)},
+        "No text has two labels: if they are joined by another sign than a comma",
+    ),
     # Inexact entities of dev are of another file, or of the same one again.
     ({"dev": texts(3, inexact=4)}, {"train": texts(3, inexact=4)}, f"4 entities {OF}"),
     (NER, {"train": texts(3, inexact=1)}, f"1 entity {OF}"),
@@ -139,11 +156,13 @@ def test_a_file_that_was_split_has_one_line_on_repeats() -> None:
     assert len(told) == 1
 
 
-@pytest.mark.parametrize(("count", "more"), [(1, ""), (20, ""), (22, " And 2 more.")])
-def test_left_out_sentences(count: int, more: str) -> None:
-    """Law: sentences that were left out are counted, and the first are named."""
-    faults = tuple(f"a.bio line {number}: I after O." for number in range(count))
-    (said,) = data_findings(trainer(left_out=faults))
-    shown = " ".join(faults[:20])
-    sentences = "1 sentence is" if count == 1 else f"{count} sentences are"
-    assert said == f"{sentences} left out for invalid tags: {shown}{more}"
+def test_notes_of_reading_come_first() -> None:
+    """Law: what reading chose or left out is among the findings."""
+    notes = ("a.bio: 2 rows were left out.", "a.bio: label is the column 'mood'.")
+    assert data_findings(trainer(notes=notes, repeats=1))[:2] == notes
+
+
+def test_numbers_have_no_classes() -> None:
+    """Law: regression has no finding about classes, whatever the counts."""
+    more: dict[str, Any] = {"train_counts": (0, 0), "dev_counts": (0, 0)}
+    assert data_findings(trainer(target="regression", **more)) == ()

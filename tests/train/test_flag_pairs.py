@@ -19,6 +19,7 @@ from forks import run_ranks
 from pairwise import Row, covering_rows
 from small_training import (
     assert_same_run,
+    letters,
     small_and_measured,
     small_settings,
     steps_of,
@@ -41,10 +42,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "parallel": ("ddp", "fsdp2"),
     "level": ("O2", "O0", "O1", "O3"),
     "dtype": ("bf16", "fp16"),
-    "master": ("fp32", "split", "kahan", "stochastic", "none"),
+    "master_weights": ("fp32", "split", "kahan", "stochastic", "none"),
     "loss_scale": ("auto", "dynamic", "1024", "none"),
     "policy": ("lean", "torch", RULE),
-    "task": ("classify", "ner"),
+    "problem": ("class", "ner", "multi_label", "regression"),
     "class_weights": (None, "balanced"),
     "label_smoothing": (0.0, 0.1),
     "accumulate": (1, 3),
@@ -60,18 +61,35 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 Not --compile, whose compiler takes half a minute: test_compiled.py.
 """
+PROBLEMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "class": ("letters.json", {}),
+    "ner": ("marked.jsonl", {"task": "ner"}),
+    "multi_label": ("sets.jsonl", {"multi_label": True}),
+    "regression": ("numbers.jsonl", {"regression": True}),
+}
+"""Kind of label -> its data and settings."""
 RESIDUALS = ("split", "kahan", "stochastic")
 REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
     ({"processes": (1,), "parallel": ("fsdp2",)}, "there is one"),
     ({"parallel": ("fsdp2",), "level": ("O3",)}, "--level O3"),
-    ({"parallel": ("fsdp2",), "master": (*RESIDUALS, "none")}, "--master"),
+    (
+        {"parallel": ("fsdp2",), "master_weights": (*RESIDUALS, "none")},
+        "--master-weights",
+    ),
     (
         {"parallel": ("fsdp2",), "policy": (RULE,), "level": ("O2",)},
         "a rule keeps 'classifier' in fp32",
     ),
-    ({"master": RESIDUALS, "level": ("O0", "O1", "O3")}, "no master weights"),
-    ({"master": RESIDUALS, "dtype": ("fp16",)}, "needs bf16 weights"),
-    ({"task": ("ner",), "class_weights": ("balanced",)}, "--class-weights"),
+    ({"master_weights": RESIDUALS, "level": ("O0", "O1", "O3")}, "no master weights"),
+    ({"master_weights": RESIDUALS, "dtype": ("fp16",)}, "needs bf16 weights"),
+    (
+        {"problem": ("ner", "regression"), "class_weights": ("balanced",)},
+        "--class-weights",
+    ),
+    (
+        {"problem": ("multi_label", "regression"), "label_smoothing": (0.1,)},
+        "--label-smoothing",
+    ),
 )
 """Values that do not go together, by design, and what the refusal names."""
 
@@ -95,10 +113,11 @@ ROWS = covering_rows(CHOICES, lambda row: not refusal(row)) + [
 def trial(folder: Path, number: int, world: World) -> str:
     """Train one row, cut its end off and resume it; return why it is refused, or ""."""
     row = ROWS[number]
-    told = {name: value for name, value in row.items() if name != "processes"}
-    data = folder / ("marked.jsonl" if row["task"] == "ner" else "letters.json")
+    own = ("processes", "problem")
+    told = {name: value for name, value in row.items() if name not in own}
+    data, kind = PROBLEMS[row["problem"]]
     fixed = {"max_steps": STEPS, "eval_every": SAVED, "keep": STEPS}
-    settings = small_settings(folder, data, **fixed, **told)
+    settings = small_settings(folder, folder / data, **fixed, **kind, **told)
     whole, cut = folder / f"{number}", folder / f"{number} cut"
     try:
         result = run(settings | {"out": str(whole)})
@@ -117,6 +136,15 @@ def trial(folder: Path, number: int, world: World) -> str:
 def write_data(folder: Path) -> None:
     write_letters(folder, 54, lengths=(2, 12))
     write_marked(folder, 54)
+    texts = letters(54, "abcxy", "defxy", lengths=(2, 12))
+    labels = {
+        "sets": lambda text: [c for c in "abc" if c in text],
+        "numbers": lambda text: len(text) / 2,
+    }
+    for name, label_of in labels.items():
+        rows = [{"text": text, "label": label_of(text)} for text, _ in texts]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines)
 
 
 def process(folder: Path, *numbers: int) -> None:

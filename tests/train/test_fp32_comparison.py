@@ -43,7 +43,7 @@ def note_of(result: RunResult) -> str:
 
 def test_steps_are_those_of_runs(settings: dict[str, Any]) -> None:
     """Law: to the bit the losses of runs at O0 and at the level; weights unaffected."""
-    more: dict[str, Any] = {"accumulate": 2, "master": "split"}
+    more: dict[str, Any] = {"accumulate": 2, "master_weights": "split"}
     result = run(settings | LOW | more | {"compare_fp32": 4})
     final = weights(result)
     facts = result.summary["fp32"]

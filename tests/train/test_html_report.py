@@ -9,6 +9,7 @@ import pytest
 
 from halfstep.machine import hardware
 from halfstep.reporting.table import Table
+from halfstep.train.baseline import Baseline
 from halfstep.train.metrics import EvalMetrics
 from halfstep.train.output.html_report import ReportData, page
 
@@ -22,7 +23,7 @@ CONFUSION = Table("Confusion", ("true", "a", "b"), (("a", 2, 1), ("b", 0, 1)))
 def judged(shift: float) -> EvalMetrics:
     per = (("a", 0.5, 0.625, 0.75, 3), ("b", 0.5, 0.25, 0.375, 1))
     scores = {"accuracy": 0.25 + shift, "macro_f1": 0.5625}
-    return EvalMetrics(0.5 + shift, scores, per, CONFUSION, {"a": 2, "b": 2})
+    return EvalMetrics(0.5 + shift, scores, per, CONFUSION)
 
 
 def step(number: int, **changes: object) -> dict[str, Any]:
@@ -49,6 +50,7 @@ def told(**changes: Any) -> ReportData:
         chosen=frozenset({"lr"}),
         metrics={"dev": judged(0.125), "test": judged(0.0)},
         worst_examples=Table("Wrong", ("text", "probability"), (("so sad", 0.875),)),
+        loss_unit="nats",
         against_fp32=Table("Against fp32", ("level",), (("O2",),)),
         precision=Table("Precision", ("module", "why"), (("Linear", "a rule"),)),
         records=(),
@@ -83,9 +85,11 @@ def captions(section: ET.Element) -> list[str]:
 
 def test_headline() -> None:
     """Law: score, cost against fp32 or else speed, level; the unknown is left out."""
+    baseline: Baseline | None = None
 
     def tiles(**summary: object) -> list[list[str]]:
-        html = page(told(summary=summary)).partition("<section>")[0]
+        report = told(summary=summary, baseline=baseline)
+        html = page(report).partition("<section>")[0]
         return [re.findall(r"<(?:b|span)>([^<]*)<", div) for div in html.split("<div>")]
 
     assert tiles() == [[]]
@@ -103,6 +107,8 @@ def test_headline() -> None:
         ["state and activations", "0.75 x fp32", "3 MiB against 4 MiB"],
     ]
     assert tiles(fp32={"note": "too short"}) == [[]]
+    baseline = Baseline("simple", {"macro_f1": 0.5})
+    assert tiles(best_by="macro_f1")[1][2] == "baseline 0.5000"
 
 
 def test_order_of_the_sections() -> None:
@@ -233,7 +239,7 @@ def test_skipped_steps() -> None:
     (grid,) = grids(found)
     assert (grid[1], grid[-1][0]) == (["2", "1024", "head.weight, b"], "40")
     assert len(grid) == 21
-    assert notes_of(found) == ["1,005 more steps were skipped."]
+    assert notes_of(found) == ["Skipped besides these: 1,005."]
 
 
 def test_configuration() -> None:

@@ -8,7 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.train.data.length_batches import Indices, epoch, ordered, share
+from halfstep.train.data.length_batches import (
+    Indices,
+    epoch,
+    ordered,
+    share,
+    token_batches,
+)
 
 lengths_lists = st.lists(st.integers(0, 60), max_size=200)
 sizes = st.integers(1, 40)
@@ -76,3 +82,16 @@ def test_shares_part_a_batch_evenly(
     loads = [sum(lengths[index] for index in part) for part in parts]
     longest = max((lengths[index] for index in batch), default=0)
     assert max(loads) - min(loads) <= longest
+
+
+def test_batches_of_tokens() -> None:
+    """Law: each text is in one batch, which holds so many tokens or a longer text."""
+    lengths = np.array([3, 90, 1, 40, 7, 0, 3, 200] * 9)
+    batches = token_batches(lengths, 100)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(lengths)))
+    longest = [int(lengths[batch].max()) for batch in batches]
+    assert longest == sorted(longest, reverse=True)
+    for batch, most in zip(batches, longest, strict=True):
+        assert len(batch) * most <= 100 or len(batch) == 1
+    assert len(batches) < 9 * 4
+    assert token_batches(lengths[:0], 100) == []

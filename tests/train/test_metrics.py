@@ -2,12 +2,16 @@
 
 import json
 import math
+import operator
+import random
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
+import sklearn.metrics
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,12 +20,16 @@ from torch.nn.functional import one_hot
 from halfstep.reporting.table import Table
 from halfstep.train.metrics import (
     EvalMetrics,
+    best_thresholds,
+    class_metrics,
     confusion_table,
     entity_metrics,
-    label_metrics,
-    unique_name,
+    label_set_metrics,
+    regression_metrics,
+    worst_classes,
     worst_entities,
-    worst_labels,
+    worst_label_sets,
+    worst_values,
 )
 
 FOUND = EvalMetrics(
@@ -29,7 +37,6 @@ FOUND = EvalMetrics(
     scores={"accuracy": 0.875, "macro_f1": 0.5, "mcc": -0.125},
     per_class=(("a", 1.0, 0.5, 0.625, 3), ("b", 0.5, 0.25, 0.375, 1)),
     confusion=Table("Confusion", ("true", "a", "b"), (("a", 2, 1), ("b", 0, 1))),
-    predicted={"a": 2, "b": 2},
 )
 
 
@@ -65,37 +72,24 @@ def test_data_is_flat_json() -> None:
     }
 
 
-@given(st.lists(st.sampled_from(["a", "a'", "a''", "b"])), st.sampled_from("ab"))
-def test_unique_names(names: list[str], name: str) -> None:
-    """Law: the name is none of the others, and itself where that is so already."""
-    found = unique_name(name, tuple(names))
-    assert found not in names
-    assert found.rstrip("'") == name
-    assert found == name or name in names
-
-
 @given(st.integers(0, 1), st.integers(2, 5), st.integers(1, 4), st.data())
 def test_most_mistaken(beyond: int, most: int, more: int, data: st.DataObject) -> None:
-    """Law: the names with the most mistakes stay, the others are added up as one."""
+    """Law: of many names, the table has those with the most mistakes."""
     names = tuple(f"n{i}" for i in range(most + more))
     size = len(names) + beyond
     row = st.lists(st.integers(0, 3), min_size=size, max_size=size)
     counts = np.array(data.draw(st.lists(row, min_size=size, max_size=size)))
     table = confusion_table(counts, names, most)
     wrong = counts.sum(0) + counts.sum(1) - 2 * counts.diagonal()
-    kept = sorted(sorted(range(len(names)), key=lambda i: -wrong[i])[: most - 1])
-    named = (*(names[i] for i in kept), "others")
+    kept = sorted(sorted(range(len(names)), key=lambda i: -wrong[i])[:most])
+    named = tuple(names[i] for i in kept)
     assert table.columns == ("true", *named, *["missed"] * beyond)
-    assert tuple(row[0] for row in table.rows) == (*named, *["spurious"] * beyond)
-    others = [i for i in range(len(names)) if i not in kept]
-    groups = [*([i] for i in kept), others, *([len(names) + i] for i in range(beyond))]
-    expected: list[list[int | None]] = [
-        [int(counts[np.ix_(rows, columns)].sum()) for columns in groups]
-        for rows in groups
-    ]
+    kept += range(len(names), size)
+    expected = counts[np.ix_(kept, kept)].tolist()
     if beyond:
         expected[-1][-1] = None
     assert [list(row[1:]) for row in table.rows] == expected
+    assert tuple(row[0] for row in table.rows) == (*named, *["spurious"] * beyond)
 
 
 # Classes
@@ -105,7 +99,7 @@ def test_scores_by_hand() -> None:
     """Law: scores and their means are as recorded; what divides by zero counts as 0."""
     true = torch.tensor([0, 1, 1, 1, 0, 0, 3])
     predicted = torch.tensor([0, 0, 1, 1, 2, 0, 1])
-    judged = label_metrics(one_hot(predicted, 5).float(), true, "abcde")
+    judged = class_metrics(one_hot(predicted, 5).float(), true, "abcde")
     near = pytest.approx
     assert judged.scores == near(
         {
@@ -124,7 +118,7 @@ def test_scores_by_hand() -> None:
         ("d", 0.0, 0.0, 0.0, 1),
         ("e", 0.0, 0.0, 0.0, 0),
     )
-    assert judged.predicted == {"a": 3, "b": 3, "c": 1, "d": 0, "e": 0}
+    assert not judged.constant
     assert [row[1:] for row in judged.confusion.rows[:2]] == [
         (2, 0, 1, 0, 0),
         (1, 2, 0, 0, 0),
@@ -135,42 +129,194 @@ def test_scores_by_hand() -> None:
 def test_one_class(predicted: int) -> None:
     """Law: with a single true class the correlation is 0; scikit-learn does not warn.
 
-    Counts are whole numbers, also where no prediction is right.
+    Counts are whole numbers, also where no prediction is right. Where all texts are of
+    one class, a constant prediction is no fault.
     """
-    judged = label_metrics(
+    judged = class_metrics(
         one_hot(torch.tensor([predicted] * 2), 2).float(), torch.tensor([0, 0]), "ab"
     )
     assert judged.scores["mcc"] == 0.0
     assert json.dumps(judged.data()["per_class"]).count("2]") == 1
+    assert not judged.constant
 
 
 def test_loss_by_hand() -> None:
     """Law: the loss is the mean of minus the log of the true class's probability."""
     shares = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]])
-    found = label_metrics(shares.log(), torch.tensor([0, 2]), ("a", "b", "c"))
+    found = class_metrics(shares.log(), torch.tensor([0, 2]), ("a", "b", "c"))
     assert found.loss == pytest.approx((math.log(2) + math.log(8)) / 2)
 
 
 def test_mistakes_are_sorted_by_the_probability_of_the_wrong_guess() -> None:
-    """Law: wrong guesses only, the most confident first; only their texts are asked."""
+    """Law: wrong guesses only, the 20 most confident; only their texts are asked."""
     shares = [[0.5, 0.4, 0.1], [0.2, 0.7, 0.1], [0.9, 0.1, 0.0], [0.1, 0.3, 0.6]]
-    logits = torch.tensor(shares).log()
+    logits, targets = torch.tensor(shares).log(), torch.tensor([1, 2, 0, 0])
     asked: list[int] = []
 
     def text(i: int) -> str:
         asked.append(i)
         return f"text {i}"
 
-    targets = torch.tensor([1, 2, 0, 0])
-    table = worst_labels(text, logits, targets, ("a", "b", "c"), limit=2)
+    table = worst_classes(text, logits, targets, ("a", "b", "c"))
     assert table.columns == ("text", "true", "predicted", "probability")
     assert table.rows == (
         ("text 1", "c", "b", pytest.approx(0.7)),
         ("text 3", "a", "c", pytest.approx(0.6)),
+        ("text 0", "b", "a", pytest.approx(0.5)),
     )
-    assert asked == [1, 3]
-    note = "3 of 4 predictions are wrong; the 2 most confident are shown."
+    assert asked == [1, 3, 0]
+    assert table.notes == ("3 of 4 predictions are wrong.",)
+    table = worst_classes(text, logits.repeat(7, 1), targets.repeat(7), "abc")
+    assert len(table.rows) == 20
+    note = "21 of 28 predictions are wrong; the 20 most confident are shown."
     assert table.notes == (note,)
+
+
+# Several labels
+
+flags = st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=2)
+
+
+@given(flags, st.randoms(use_true_random=False))
+def test_scores_of_label_sets_are_scikit_learns(
+    truth: list[list[bool]], draw: random.Random
+) -> None:
+    """Law: micro and macro scores, those of each label, and exact matches."""
+    guess = [[draw.random() < 0.5 for _ in row] for row in truth]
+    judged = label_set_metrics(torch.tensor(guess), torch.tensor(truth), "abc", 0.5)
+    told = {"zero_division": 0}
+    for mean in ("micro", "macro"):
+        oracle = sklearn.metrics.f1_score(truth, guess, average=mean, **told)
+        assert judged.scores[f"{mean}_f1"] == pytest.approx(oracle)
+    by_label = sklearn.metrics.precision_recall_fscore_support(truth, guess, **told)
+    for row, (name, *oracles) in zip(
+        judged.per_class, zip("abc", *by_label, strict=True), strict=True
+    ):
+        assert row == (name, *map(pytest.approx, oracles))
+    exact = sklearn.metrics.accuracy_score(truth, guess)
+    assert judged.scores["exact_match"] == pytest.approx(exact)
+    assert judged.confusion is None
+    is_one = len(set(map(tuple, guess))) == 1 < len(set(map(tuple, truth)))
+    wrong = sum(map(operator.ne, map(tuple, guess), map(tuple, truth)))
+    assert bool(judged.constant) == (is_one and wrong >= 3)
+
+
+@given(flags, st.randoms(use_true_random=False))
+def test_no_threshold_is_better(truth: list[list[bool]], draw: random.Random) -> None:
+    """Law: each label's threshold has the best F1 of all; 0.5 without a true text."""
+    shares = [[draw.choice((0.1, 0.25, 0.5, 0.75, 0.9)) for _ in row] for row in truth]
+    found = best_thresholds(torch.tensor(shares), torch.tensor(truth).float())
+    for label, threshold in enumerate(found.tolist()):
+        true, own = ([row[label] for row in rows] for rows in (truth, shares))
+
+        def f1(limit: float, true: Any = true, own: Any = own) -> float:
+            both = sum(t and p > limit for t, p in zip(true, own, strict=True))
+            return 2 * both / max(1, sum(true) + sum(p > limit for p in own))
+
+        if any(true):
+            assert f1(threshold) == max(map(f1, (0.0, *own)))
+        else:
+            assert threshold == 0.5
+
+
+def test_a_threshold_is_in_the_middle() -> None:
+    """Law: where a threshold parts the texts, it is as far from both sides."""
+    shares = torch.tensor([[0.9], [0.6], [0.2], [0.1]])
+    found = best_thresholds(shares, torch.tensor([[1.0], [1.0], [0.0], [0.0]]))
+    assert found.tolist() == pytest.approx([0.4])
+
+
+def test_worst_label_sets() -> None:
+    """Law: the texts with the most wrong labels first, by missed and spurious ones."""
+    truth = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]]) > 0
+    guess = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 1, 0]]) > 0
+    table = worst_label_sets(str, guess, truth, "abc")
+    assert table.rows == (("2", "c", "a, b"), ("1", "b", ""))
+    assert table.notes == ("2 of 3 texts have mistakes.",)
+
+
+# Numbers
+
+
+def test_scores_of_numbers() -> None:
+    """Law: correlations are numpy's, of values and of ranks; errors have the unit."""
+    true, guess = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([2.0, 1.0, 5.0, 6.0])
+    judged = regression_metrics(guess, true, 0.25)
+    ranks = [each.argsort().argsort().numpy() for each in (true, guess)]
+    assert judged.scores == pytest.approx(
+        {
+            "spearman": np.corrcoef(*ranks)[0, 1],
+            "pearson": np.corrcoef(guess.numpy(), true.numpy())[0, 1],
+            "rmse": math.sqrt(7 / 4),
+            "mean_absolute_error": 5 / 4,
+        }
+    )
+    assert judged.loss == 0.25
+    assert (judged.per_class, judged.confusion, judged.constant) == ((), None, "")
+    assert json.loads(json.dumps(judged.data())) == {"loss": 0.25, **judged.scores}
+    table = judged.table("Quality on dev")
+    assert table.columns == ("score", "value")
+    assert [row[0] for row in table.rows] == [
+        *("spearman", "pearson", "RMSE", "mean absolute error", "loss")
+    ]
+
+
+@pytest.mark.parametrize(("unit", "error"), [(1e-7, "1e-07"), (1e30, "1e+30")])
+def test_errors_in_any_unit(unit: float, error: str) -> None:
+    """Law: an error is shown with five digits, however small the label's unit."""
+    true = torch.tensor([1.0, 2.0, 4.0]) * unit
+    table = regression_metrics(true + unit, true, 0.25).table("Quality on dev")
+    assert dict(table.rows)["RMSE"] == dict(table.rows)["mean absolute error"] == error
+    assert dict(table.rows)["loss"] == "0.2500"
+
+
+@pytest.mark.parametrize("guess", [[3.0, 3.0, 3.0], [3.0, 3.01, 2.99]])
+def test_constant_numbers(guess: list[float]) -> None:
+    """Law: hardly any spread is called constant, without scipy's warning."""
+    judged = regression_metrics(torch.tensor(guess), torch.tensor([1.0, 3.0, 5.0]), 1.0)
+    assert judged.constant == "about 3"
+    same = torch.tensor([2.0, 2.0, 2.0])
+    assert not regression_metrics(torch.tensor(guess), same, 1.0).constant
+
+
+def test_worst_values() -> None:
+    """Law: the largest error first, whatever its sign."""
+    table = worst_values(str, torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.5, 2, 0]))
+    assert table.rows == (("2", "0", "3"), ("0", "1.5", "1"))
+
+
+# What is the same for every text
+
+
+@pytest.mark.parametrize("label", [0, 1, 2])
+def test_a_constant_class_is_named(label: int) -> None:
+    """Law: a constant prediction is found, whichever class it is."""
+    logits = one_hot(torch.tensor([label] * 9), 3).float()
+    judged = class_metrics(logits, torch.tensor([0, 1, 1] * 3), "abc")
+    assert judged.constant == f"class {'abc'[label]!r}"
+
+
+def test_few_texts_do_not_show_a_constant_class() -> None:
+    """Law: a model that misses the only two texts of a class is not called useless."""
+    logits = one_hot(torch.tensor([0] * 20), 2).float()
+    assert not class_metrics(logits, torch.tensor([0] * 18 + [1] * 2), "ab").constant
+
+
+@pytest.mark.parametrize(
+    ("row", "said"), [((0, 0), "no label"), ((0, 1), "labels 'b'")]
+)
+def test_a_constant_set_is_named(row: tuple[int, int], said: str) -> None:
+    guess = torch.tensor([row] * 6) > 0
+    truth = torch.tensor([[1, 0], [0, 1]] * 3) > 0
+    assert label_set_metrics(guess, truth, "ab", 0.0).constant == said
+
+
+def test_no_entity_is_constant() -> None:
+    """Law: a model that finds nothing is constant, unless there is nothing to find."""
+    true, nothing = [[(0, 1, 0)]] * 3, [[]] * 3
+    assert entity_metrics(true, nothing, KINDS, 0.0).constant == "no entity"
+    assert not entity_metrics(true, [*nothing[1:], true[0]], KINDS, 0.0).constant
+    assert not entity_metrics(nothing, nothing, KINDS, 0.0).constant
 
 
 # Entities
@@ -274,18 +420,15 @@ def test_worst_texts_first() -> None:
 
     truth = [[(0, 3, 0), (7, 11, 1)], [(0, 3, 0)], [(0, 3, 0)], [(0, 3, 0)]]
     guess = [[(0, 2, 0), (7, 11, 2)], [], [(0, 3, 0)], []]
-    table = worst_entities(text_of, truth, guess, KINDS, limit=2)
+    table = worst_entities(text_of, truth, guess, KINDS)
     assert table.columns == ("text", "missed", "spurious")
     assert table.rows == (
         ("Ada in Rome", "PER Ada at 0; LOC Rome at 7", "PER Ad at 0; ORG Rome at 7"),
         ("Bob", "PER Bob at 0", ""),
+        ("Zoe", "PER Zoe at 0", ""),
     )
-    shown = "3 of 4 texts have mistakes"
-    assert table.notes == (f"{shown}; the 2 with the most are shown.",)
-    assert asked == [0, 1]
-    whole = worst_entities(text_of, truth, guess, KINDS)
-    assert [row[0] for row in whole.rows] == ["Ada in Rome", "Bob", "Zoe"]
-    assert whole.notes == (f"{shown}.",)
+    assert table.notes == ("3 of 4 texts have mistakes.",)
+    assert asked == [0, 1, 3]
     assert worst_entities(text_of, truth, truth, KINDS).rows == ()
 
 
@@ -296,7 +439,6 @@ def test_long_texts_are_cut_round_the_mistake() -> None:
     table = worst_entities(lambda _: text, truth, [[(0, 4, 0)], []], KINDS)
     (around, missed, _), (start, cut, _) = table.rows
     assert around == f"...{text[1160:1360]}..."
-    assert missed == "; ".join(
-        [*(f"LOC {text[i]} at {i}" for i in range(1200, 1206)), "and 14 more"]
-    )
-    assert (start, cut) == (f"{text[:200]}...", f"ORG {text[5:42]}... at 5")
+    assert missed.startswith(f"LOC {text[1200]} at 1200; LOC {text[1201]} at 1201; ")
+    assert missed.endswith("...")
+    assert (start, cut) == (f"{text[:200]}...", f"ORG {text[5:99]} at 5")

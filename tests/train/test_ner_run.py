@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_training import marked_text, small_settings, steps_of, write_marked
 
-from halfstep.train.predict import Entities, Predictor
+from halfstep.train.predict import Predictor
 from halfstep.train.run import run
 
 pytestmark = pytest.mark.usefixtures("small_runs")
@@ -89,8 +89,35 @@ def test_predict_finds_entities(trained: Any) -> None:
     """Law: what is found are spans of the text as it was given."""
     texts = ["uuACcw xpry", "uvw"]
     first, second = Predictor(trained.folder.path).predict(texts)
-    assert isinstance(first, Entities)
-    assert isinstance(second, Entities)
-    found = [(each.kind, each.words, each.start, each.end) for each in first.entities]
-    assert found == [("PER", "ACc", 2, 5), ("LOC", "pr", 8, 10)]
-    assert second.entities == ()
+    assert first["entities"] == [
+        {"start": 2, "end": 5, "label": "PER", "text": "ACc"},
+        {"start": 8, "end": 10, "label": "LOC", "text": "pr"},
+    ]
+    assert second == {"entities": []}
+
+
+def write_names(path: Path, count: int, draw: random.Random) -> None:
+    """Write sentences with names of letters drawn at random."""
+
+    def name() -> str:
+        return "".join(draw.choices("aeioulmnrst", k=draw.randint(3, 7))).capitalize()
+
+    forms = ("{P} lives in {L} .", "{P} left", "In {L} it rained", "Nothing about {L}")
+    lines = []
+    for _ in range(count):
+        for word in draw.choice(forms).split():
+            kind = {"{P}": "PER", "{L}": "LOC"}.get(word)
+            lines.append(f"{name()} B-{kind}" if kind else f"{word} O")
+        lines.append("")
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def test_unseen_names(tmp_path: Path) -> None:
+    """Law: names that train lacks are found; the baseline knows its words alone."""
+    draw = random.Random(0)  # noqa: S311 -- texts are no secret
+    for split, count in (("train", 300), ("dev", 100)):
+        write_names(tmp_path / f"{split}.bio", count, draw)
+    more = {"task": "ner", "level": "O2", "dtype": "bf16", "lr": 1e-2, "epochs": 4}
+    summary = run(small_settings(tmp_path, tmp_path, **more)).summary
+    assert summary["baseline"]["f1"] < 0.2
+    assert summary["dev"]["f1"] > 0.9

@@ -17,7 +17,7 @@ from small_training import (
 
 from halfstep.train.output.progress import progress
 from halfstep.train.run import run
-from halfstep.train.task_progress import track
+from halfstep.train.task_progress import announce, track
 
 NUMBERS = r"loss 1\.2346  lr 5\.00e-04  skipped 2  1234 examples/s"
 
@@ -132,8 +132,8 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a pipe gets a line after two seconds, and then every ten."""
     assert shown(monkeypatch, 0.4) == ""
     assert shown(monkeypatch, 5).splitlines() == [
-        "reading: 3 of 10 letters  12 s left",
-        "reading: 6 of 10 letters  10 s left",
+        "reading: 3 of 10 letters, 0.6/s  12 s left",
+        "reading: 6 of 10 letters, 0.4/s  10 s left",
     ]
 
 
@@ -155,7 +155,7 @@ def test_every_task_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Law: a run shows reading, tokenizing and evaluating; the next run, evaluating."""
-    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     small_and_measured(monkeypatch)
     without_figures(monkeypatch)
     slow_clock(monkeypatch, 5)
@@ -166,6 +166,15 @@ def test_every_task_of_a_run(
         lines = capsys.readouterr().err.splitlines()
         return {line.partition(":")[0] for line in lines}
 
+    data = settings["data"]
     every_time = {"collecting characters", "evaluating"}
-    assert tasks() == {"reading letters.json", "tokenizing", *every_time}
+    every_time |= {"counting n-grams", "weighting n-grams"}
+    assert tasks() == {f"reading {data}", "tokenizing", *every_time}
     assert tasks() == every_time
+
+
+def test_a_task_of_many_texts_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    """Law: what cannot tell how far it is says that it begins, if it takes long."""
+    announce("fitting", 10)
+    announce("fitting", 20_000)
+    assert capsys.readouterr() == ("", "fitting to 20,000 texts ...\n")

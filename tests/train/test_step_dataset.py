@@ -15,8 +15,8 @@ from torch.utils.data import get_worker_info
 
 from halfstep.distributed.process_group import World
 from halfstep.train.data.tokenized import EncodedTexts
+from halfstep.train.objective import CrossEntropy
 from halfstep.train.step_dataset import (
-    Objective,
     Order,
     StepBatch,
     StepDataset,
@@ -25,7 +25,7 @@ from halfstep.train.step_dataset import (
     padding_fraction,
 )
 
-PLAIN = Objective(None, 0.0)
+PLAIN = CrossEntropy()
 MASK = 1
 
 
@@ -45,7 +45,7 @@ def steps(
     rank: int = 0,
     size: int = 1,
     *,
-    objective: Objective = PLAIN,
+    objective: CrossEntropy = PLAIN,
     hiding: TokenMasking | None = None,
 ) -> StepDataset:
     world = World(rank, size, torch.device("cpu"))
@@ -104,7 +104,7 @@ def own(work: StepBatch) -> list[int]:
 
 def test_the_weight_is_that_of_the_whole_batch() -> None:
     """Law: every process divides by the weights of all targets, its own or not."""
-    objective = Objective(torch.tensor([0.5, 3.0]), 0.0)
+    objective = CrossEntropy(torch.tensor([0.5, 3.0]))
     encoded, order = held(11), Order(4, 1, 2, 0)
     ranks = [steps(encoded, order, rank, 3, objective=objective) for rank in range(3)]
     for number in range(1, ranks[0].per_epoch + 1):

@@ -1,110 +1,158 @@
-"""Tasks: the loss against torch's own, weights by hand, the best valid tags."""
+"""Kinds of labels: outputs, weights by hand, predictions, and a run of each."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from data_files import refused
-from torch import nn
+from transformers import BertConfig
 
-from halfstep.train.data.entity_tags import IGNORED
+from halfstep.train.config import BEST_BY, TrainConfig
 from halfstep.train.data.tokenized import EncodedTexts
-from halfstep.train.step_dataset import Objective
-from halfstep.train.tasks import TASKS, balanced_weights, check_class_weights
+from halfstep.train.objective import CrossEntropy, SquaredError
+from halfstep.train.tasks import TASKS, check_class_weights
 
 LABELS = ("a", "b", "c")
-WEIGHTS = torch.tensor([0.5, 1.0, 4.0])
-COUNT = 12
-# A sum of some 36 terms of fp32, in whatever order it is taken.
-CLOSE = 36 * torch.finfo(torch.float32).eps
+CLOSE = 1e-6
 
 
-def labelled(*labels: int) -> EncodedTexts:
-    return EncodedTexts.build([[5]] * len(labels), labels)
+class Texts:
+    """What tasks ask of a split: uses of labels, or numbers, and how many texts."""
+
+    def __init__(
+        self, counts: list[int], texts: int, numbers: list[float] | None = None
+    ) -> None:
+        self.counts, self.texts, self.numbers = counts, texts, numbers
+
+    def __len__(self) -> int:
+        return self.texts
+
+    def label_counts(self) -> Any:
+        return np.array(self.counts)
+
+    def labels(self) -> Any:
+        return np.array(self.numbers, np.float32)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
-def test_loss_of_a_batch(weights: torch.Tensor | None, smoothing: float) -> None:
-    """Law: parts of a batch, summed and divided, are torch's weighted mean."""
-    targets = torch.tensor([0, 1, 2, 2] * (COUNT // 4))
-    logits = torch.randn(COUNT, len(LABELS))
-    encoded, objective = labelled(*targets.tolist()), Objective(weights, smoothing)
-    # Uneven parts, as of processes and micro-batches.
-    parts = [np.arange(0, 1), np.arange(1, 4), np.arange(4, COUNT)]
-    summed = sum(objective.loss_sum(logits[part], targets[part]) for part in parts)
-    weight = sum(objective.weight(encoded, part) for part in parts)
-    oracle = nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing)
-    assert float(summed / weight) == pytest.approx(
-        float(oracle(logits, targets)), rel=CLOSE
+def corpus_of(*given: Any) -> Any:
+    return SimpleNamespace(labels=LABELS, train=Texts(*given))
+
+
+def config_of(problem: str, **more: Any) -> TrainConfig:
+    return TrainConfig(
+        data="posts.csv",
+        task="ner" if problem == "ner" else "classify",
+        multi_label=problem == "multi_label",
+        regression=problem == "regression",
+        **more,
     )
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_of_tokens(smoothing: float) -> None:
-    """Law: of tokens those that have no target count for nothing."""
-    targets = torch.tensor([[IGNORED, 1, 0, IGNORED], [IGNORED, 2, IGNORED, IGNORED]])
-    logits = torch.randn(2, 4, 3)
-    found = Objective(None, smoothing).loss_sum(logits, targets)
-    kept = targets != IGNORED
-    oracle = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction="sum")
-    wanted = float(oracle(logits[kept], targets[kept]))
-    assert float(found) == pytest.approx(wanted, rel=CLOSE)
+def test_each_problem_has_a_task() -> None:
+    """Law: settings and tasks know the same kinds of labels."""
+    assert TASKS.keys() == BEST_BY.keys()
 
 
-def test_what_to_divide_by() -> None:
-    """Law: without weights it is the number of targets, and one if there is none."""
-    encoded = EncodedTexts(
-        ids=np.arange(4, dtype=np.int32),
-        starts=np.array([0, 2, 4]),
-        rows=np.array([1, 0]),
-        stored_counts=np.array([3, 0], dtype=np.int32),
-    )
-    plain = Objective(None, 0.0)
-    assert plain.weight(encoded, np.array([0, 1])) == 3.0
-    assert plain.weight(encoded, np.array([0])) == 1.0
-    assert plain.weight(labelled(0, 1, 2), np.array([0, 2])) == 2.0
-    weighted = Objective(WEIGHTS, 0.0)
-    assert weighted.weight(labelled(0, 1, 2), np.array([0, 2])) == 4.5
+def test_outputs() -> None:
+    """Law: labels are outputs as they are; types have tags, O before them."""
+    for problem in ("class", "multi_label"):
+        assert TASKS[problem].output_names(LABELS) == LABELS
+    assert TASKS["regression"].output_names(()) == ("value",)
+    assert TASKS["ner"].output_names(("PER",)) == ("O", "B-PER", "I-PER")
 
 
 def test_balanced() -> None:
     """Law: the weights are scikit-learn's, by which all classes weigh alike."""
     from sklearn.utils.class_weight import compute_class_weight
 
-    truth = [0, 0, 0, 1, 2, 2]
-    encoded = labelled(*truth)
-    found = balanced_weights(LABELS, encoded)
+    counts = [320, 60, 20]
+    config = config_of("class", class_weights="balanced")
+    objective = TASKS["class"].objective(config, corpus_of(counts, 400))
+    assert isinstance(objective, CrossEntropy)
+    assert objective.weights is not None
+    truth = np.repeat([0, 1, 2], counts)
     oracle = compute_class_weight("balanced", classes=np.arange(3), y=truth)
-    assert found.tolist() == pytest.approx(oracle.tolist(), rel=CLOSE)
-    objective = Objective(found, 0.0)
-    for label in range(3):
-        (own,) = np.nonzero(np.array(truth) == label)
-        assert objective.weight(encoded, own) == pytest.approx(2.0, rel=CLOSE)
+    assert objective.weights.tolist() == pytest.approx(oracle, rel=CLOSE)
+    shares = np.array(counts) * objective.weights.numpy()
+    assert shares == pytest.approx(400 / 3, rel=CLOSE)
 
 
-def test_weights_that_are_refused() -> None:
-    """Law: weights are as given, one for each class.
+def test_balanced_labels() -> None:
+    """Law: a label weighs where it is true, by the ratio of false to true texts."""
+    config = config_of("multi_label", class_weights="balanced")
+    objective: Any = TASKS["multi_label"].objective(
+        config, corpus_of([1, 50, 100], 100)
+    )
+    wanted = [100, 51 / 50, 1 / 100]
+    assert objective.positive_weights.tolist() == pytest.approx(wanted, rel=CLOSE)
 
-    A class without an example has no balanced weight, and is named.
+
+@pytest.mark.parametrize("problem", ["class", "multi_label"])
+def test_weights_that_are_refused(problem: str) -> None:
+    """Law: weights are as given, one for each label.
+
+    A label without an example has no balanced weight, and is named.
     """
-    assert torch.equal(check_class_weights([0.5, 1.0, 4.0], LABELS), WEIGHTS)
-    told = refused(check_class_weights, [1.0, 2.0], LABELS)
-    assert told.startswith("--class-weights holds 2 numbers for 3 classes; give one")
-    told = refused(balanced_weights, LABELS, labelled(0, 2, 2))
-    assert told.startswith("--class-weights balanced: train holds no example of 'b'")
+    wanted = torch.tensor([0.5, 1.0, 4.0])
+    assert torch.equal(check_class_weights([0.5, 1.0, 4.0], LABELS), wanted)
+    message = refused(check_class_weights, [1.0, 2.0], LABELS)
+    assert message.startswith("--class-weights holds 2 numbers for 3 classes; give one")
+    config = config_of(problem, class_weights="balanced")
+    message = refused(TASKS[problem].objective, config, corpus_of([1, 0, 2], 3))
+    assert message.startswith("--class-weights balanced: train holds no example of 'b'")
 
 
-def test_outputs() -> None:
-    """Law: classes are outputs as they are; kinds have tags, O before them."""
-    assert TASKS["classify"].output_names(LABELS) == LABELS
-    assert TASKS["ner"].output_names(("PER",)) == ("O", "B-PER", "I-PER")
+def test_numbers_are_standardised() -> None:
+    """Law: mean and scale are those of train, in the loss and the model's config."""
+    corpus = corpus_of([], 4, [1.0, 2.0, 3.0, 6.0])
+    scale = float(np.std([1, 2, 3, 6]))
+    found = TASKS["regression"].objective(config_of("regression"), corpus)
+    assert found == SquaredError(3.0, pytest.approx(scale))
+    assert TASKS["regression"].config_entries(corpus.train) == {
+        "problem_type": "regression",
+        "label_mean": 3.0,
+        "label_scale": pytest.approx(scale),
+    }
+    equal = corpus_of([], 2, [4.0, 4.0])
+    message = refused(TASKS["regression"].objective, config_of("regression"), equal)
+    assert "each label of train is 4;" in message
 
 
-def test_loss_is_in_fp32() -> None:
-    """Law: 16-bit logits are summed in fp32."""
-    logits = torch.randn(COUNT, len(LABELS)).bfloat16()
-    targets = torch.arange(COUNT) % len(LABELS)
-    found = Objective(None, 0.0).loss_sum(logits, targets)
-    assert found.dtype == torch.float32
-    wanted = Objective(None, 0.0).loss_sum(logits.float(), targets)
-    assert torch.equal(found, wanted)
+def predictions(problem: str, logits: list[list[float]], **entries: Any) -> Any:
+    config = BertConfig(id2label=dict(enumerate(LABELS)), **entries)
+    nothing = EncodedTexts.build([])
+    return TASKS[problem].predictions(
+        torch.tensor(logits), config, nothing, np.arange(0)
+    )
+
+
+def test_predictions() -> None:
+    """Law: a class is the likeliest; labels are those above thresholds of their own.
+
+    A number is in the label's unit.
+    """
+    (first,) = predictions("class", [[0.0, 2.0, 1.0]])
+    shares = torch.tensor([0.0, 2.0, 1.0]).softmax(0).tolist()
+    assert first.pop("label") == "b"
+    columns = [f"p({name})" for name in LABELS]
+    assert first == pytest.approx(dict(zip(columns, shares, strict=True)), abs=1e-6)
+    limits = [0.4, 0.6, 0.5]
+    rows = [[0.0, 0.0, 0.0], [-9.0, 0.5, -9.0], [-9.0] * 3]
+    found = predictions("multi_label", rows, thresholds=limits)
+    assert [each["labels"] for each in found] == [["a"], ["b"], []]
+    assert found[0] == {"labels": ["a"], **dict.fromkeys(columns, 0.5)}
+    values = predictions("regression", [[0.0], [-2.0]], label_mean=3.0, label_scale=0.5)
+    assert values == [{"value": 3.0}, {"value": 2.0}]
+
+
+def test_predicted_entities() -> None:
+    """Law: entities have a type and characters; special tokens have none."""
+    offsets = [[(0, 0), (0, 3), (4, 6), (6, 9), (0, 0)]]
+    encoded = EncodedTexts.build([[5] * 5], offsets=offsets)
+    tags = torch.tensor([[1, 0, 1, 2, 1]])  # O B-PER I-PER
+    config = BertConfig(id2label=dict(enumerate(TASKS["ner"].output_names(("PER",)))))
+    logits = torch.nn.functional.one_hot(tags, 3)
+    found = TASKS["ner"].predictions(logits, config, encoded, np.array([0]))
+    assert found == [{"entities": [{"start": 4, "end": 9, "label": "PER"}]}]

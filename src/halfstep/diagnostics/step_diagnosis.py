@@ -257,9 +257,11 @@ def _config(session: Session, config: Config) -> Config:
     scaling = "dynamic"
     if rule.backoff_factor == 1:
         scaling = "none" if rule.init_scale == 1 else f"{rule.init_scale:g}"
-    master = None if level.masters else "none"
     return replace(
-        config, master=master, loss_scale=scaling, accumulate=session.accumulate
+        config,
+        master_weights=None if level.masters else "none",
+        loss_scale=scaling,
+        accumulate=session.accumulate,
     )
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     MicroBatch = tuple[dict[str, Tensor], float]
 
-_OF_LEVELS = ("level", "dtype", "loss_scale", "master")
+_OF_LEVELS = ("level", "dtype", "loss_scale", "master_weights")
 _UNUSED = (
     *("out", "keep", "tensorboard", "probe", "workers", "parallel"),
     *("patience", "eval_every", "compare_fp32"),
@@ -56,7 +56,8 @@ class TrainRuns:
     """What runs of `halfstep train` with these settings train, by seed.
 
     Like a run of one process, but all steps are trained, the weights of the last one
-    are evaluated, and there are no files.
+    are evaluated, and there are no files. A classifier from scratch is its encoder
+    alone: no level trains the linear model beside it.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -95,7 +96,7 @@ class TrainRuns:
 
         arguments = {
             "policy": config.policy,
-            "clip_grad_norm": config.clip,
+            "clip_grad_norm": job.plan.clip,
             "accumulate": config.accumulate,
             "scheduler": LambdaLR(optimizer, factor),
         }
@@ -117,8 +118,8 @@ class TrainRuns:
     def scores(self, model: nn.Module, split: str) -> dict[str, float]:
         """Return the loss and all scores of a model, in the dtypes that it runs in."""
         job, session = self.job(self.config.seed), cast("Session", _Evaluated(model))
-        own = collect_outputs(session, job, job.encoded[split])
-        metrics = TASKS[job.corpus.task].compute_metrics(job, split, *own)
+        outputs = collect_outputs(session, job, split)
+        metrics = TASKS[job.plan.config.problem].compute_metrics(outputs)
         return {"loss": metrics.loss, **metrics.scores}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 import sys
 import textwrap
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,15 +13,9 @@ from halfstep.reporting.table import printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-# A name, spaces, and its description.
-_TWO_COLUMNS = re.compile(r"( *\S.*?) {2,}(?=\S)")
 # Flags of other programs.
 _SYNONYMS = {"--learning-rate": "--lr", "--train": "--data", "--output": "--out"}
-_TYPE_DESCRIPTIONS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number, such as 0.001 or 1e-3",
-}
-_HANGING = 4  # extra indent of a description on a line of its own
+_HANGING = 6  # indent of what is wrapped
 
 
 def print_error(what: object, status: int) -> int:
@@ -32,49 +25,32 @@ def print_error(what: object, status: int) -> int:
     return status
 
 
-class Formatter(argparse.HelpFormatter):
-    """Keeps the lines of a description or epilog, and wraps each to the terminal."""
+class _Formatter(argparse.HelpFormatter):
+    """Keeps the lines of a description or epilog, and wraps each at spaces only."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        del indent  # always 0 at this level
-        return "\n".join(
-            part for line in text.splitlines() for part in _fit_line(line, width)
+        hanging = indent + " " * _HANGING
+        lines = (
+            self._wrap(line, width, hanging if line.startswith(" ") else indent)
+            for line in text.splitlines()
         )
+        return "\n".join("\n".join(line) for line in lines)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return _wrap(" ".join(text.split()), width)
+        return self._wrap(" ".join(text.split()), width)
 
-
-def _wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
-    """Return a text wrapped at spaces, with a first and a subsequent indent."""
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_on_hyphens=False,  # flags and quoted words contain hyphens
-    )
-
-
-def _fit_line(line: str, width: int) -> Iterable[str]:
-    """Return a line wrapped to a width; its second column continues below itself."""
-    if len(line) <= width:
-        return [line]
-    begin = " " * (len(line) - len(line.lstrip()))
-    match = _TWO_COLUMNS.match(line)
-    if match is None:
-        return _wrap(line, width, rest=begin)
-    if match.end() <= width // 2:
-        return _wrap(line, width, rest=" " * match.end())
-    hanging = begin + " " * _HANGING
-    return [match[1], *_wrap(line[match.end() :], width, hanging, hanging)]
+    def _wrap(self, line: str, width: int, hanging: str = "") -> list[str]:
+        # Flags and quoted words contain hyphens.
+        return textwrap.wrap(
+            line, width, subsequent_indent=hanging, break_on_hyphens=False
+        ) or [""]
 
 
 class Parser(argparse.ArgumentParser):
     """Rejects abbreviations, and suggests the nearest flag or command."""
 
     def __init__(self, **words: Any) -> None:  # noqa: ANN401 -- argparse's own
-        super().__init__(allow_abbrev=False, formatter_class=Formatter, **words)
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **words)
 
     def error(self, message: str) -> NoReturn:
         """Exit with a one-line error."""
@@ -99,15 +75,16 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
         return parsed, rest
 
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:  # noqa: ANN401
-        """Say what is expected where argparse names a type."""
-        try:
-            return super()._get_value(action, arg_string)
-        except argparse.ArgumentError:
-            if action.type not in _TYPE_DESCRIPTIONS:
-                raise
-            message = f"{arg_string!r} is not {_TYPE_DESCRIPTIONS[action.type]}"
-            raise argparse.ArgumentError(action, message) from None
+    def _match_arguments_partial(self, actions: Any, arg_strings_pattern: str) -> Any:  # noqa: ANN401
+        """Leave a positional that may be empty to the words after the flags.
+
+        Before Python 3.13 it takes no word where a flag follows, and the words after
+        that flag are then unrecognized.
+        """
+        counts = super()._match_arguments_partial(actions, arg_strings_pattern)
+        while counts and not counts[-1] and "O" in arg_strings_pattern:
+            counts.pop()
+        return counts
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401
         if action.choices is not None and value not in action.choices:

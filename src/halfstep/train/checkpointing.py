@@ -81,17 +81,14 @@ def run_on_first_rank(world: World, call: Callable[[], T]) -> T | None:
     gone. If it raises `OSError`, the others raise `UserError`.
     """
     result: T | None = None
-    local_error: UserError | OSError | None = None
-    if world.is_first:
-        try:
-            result = call()
-        except (UserError, OSError) as error:
-            local_error = error
-    fault = process_group.broadcast_object(
-        None if local_error is None else str(local_error)
-    )
-    if fault is not None:
-        raise local_error or UserError(fault)
+    fault: UserError | OSError | None = None
+    try:
+        result = call() if world.is_first else None
+    except (UserError, OSError) as error:
+        fault = error
+    message = process_group.broadcast_object(None if fault is None else str(fault))
+    if message is not None:
+        raise fault or UserError(message)
     return result
 
 
@@ -123,11 +120,10 @@ def checked_notes(path: Path) -> dict[str, Any]:
     manifest = atomic_directory.read(path)
     atomic_directory.verify(path, manifest)
     notes: dict[str, Any] = manifest["notes"]
-    fits = {name: type(notes.get(name, ...)) in types for name, types in _NOTES.items()}
-    if not all(fits.values()):
-        invalid = next(name for name, fit in fits.items() if not fit)
-        raise CheckpointError(
-            f"checkpoint file {path / atomic_directory.MANIFEST} was not written by a "
-            f"run: {invalid!r} of its notes is missing, or not what a run notes there."
-        )
+    for name, types in _NOTES.items():
+        if type(notes.get(name, ...)) not in types:
+            raise CheckpointError(
+                f"checkpoint file {path / atomic_directory.MANIFEST} was not written "
+                f"by a run: {name!r} of its notes is missing, or not what a run notes."
+            )
     return notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,28 +11,33 @@ import numpy as np
 from halfstep.reporting.table import format_count
 
 if TYPE_CHECKING:
+    from halfstep.train.config import TrainConfig
     from halfstep.train.data.corpus import Corpus
     from halfstep.train.loop import Trainer
+    from halfstep.train.metrics import EvalMetrics
 
-_MAX_LISTED = 20  # omitted sentences listed in a finding
 _MAX_LABELS = 5  # labels listed in a finding
 _MIN_DEV, _MIN_DEV_OF_LABEL = 100, 10  # examples for a useful score
 _Z = 1.96  # standard deviations of a 95% confidence interval
 _MAX_TEXTS = 2_000_000  # limit for comparing texts: about 10 seconds
+_COUNTED = {
+    "class": ("distinct text", "distinct texts", "accuracy"),
+    "multi_label": ("label", "labels", "recall"),
+    "ner": ("entity", "entities", "recall"),
+}
+"""`TrainConfig.problem` -> what counts as an example of dev, and its score."""
 _REPEATED, _LEAKED = 0.02, 0.005  # shares of texts beyond which they are reported
 
 
 def data_findings(trainer: Trainer) -> tuple[str, ...]:
     """Return findings about the examples, before any step."""
-    corpus, findings = trainer.job.corpus, []
-    if left_out := corpus.left_out:
-        listed = " ".join(left_out[:_MAX_LISTED])
-        rest = len(left_out) - _MAX_LISTED
-        more = f" And {rest} more." if rest > 0 else ""
-        sentences = format_count(len(left_out), "sentence is", "sentences are")
-        findings.append(f"{sentences} left out for invalid tags: {listed}{more}")
-    findings += _repeat_findings(corpus)
-    findings += [*_absent_label_findings(corpus), *_small_dev_findings(corpus)]
+    corpus = trainer.job.corpus
+    findings = [*corpus.notes, *_repeat_findings(corpus)]
+    problem = "ner" if corpus.task == "ner" else corpus.target
+    if problem in _COUNTED:
+        findings += _label_word_findings(corpus)
+        findings += _absent_label_findings(corpus)
+        findings += _small_dev_findings(corpus, problem)
     if corpus.task == "ner" and len(corpus.test) and not corpus.test.words():
         findings.append(
             "The test texts hold no entity: whatever the model finds there, its F1 is "
@@ -56,15 +62,56 @@ def data_findings(trainer: Trainer) -> tuple[str, ...]:
     return tuple(findings)
 
 
+def constant_finding(
+    split: str, metrics: EvalMetrics, config: TrainConfig
+) -> tuple[str, ...]:
+    """Return a finding if a trained model predicts the same for every text."""
+    if not metrics.constant:
+        return ()
+    cures = [
+        "train longer (--epochs)",
+        f"try another --lr than {config.lr:g}",
+        "fine-tune a pretrained encoder (--model)",
+        "check that the texts tell their labels",
+    ]
+    if config.class_weights is not None:
+        cures.insert(0, f"leave out --class-weights {config.class_weights}")
+    finding = (
+        f"WARNING: the model is useless: it predicts {metrics.constant} for every text "
+        f"of {split}, although their labels differ; {'; or '.join(cures)}."
+    )
+    return (finding,)
+
+
+def _label_word_findings(corpus: Corpus) -> list[str]:
+    """Return findings about labels that are perhaps one, or several in one word."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for label in corpus.labels:
+        alike[" ".join(label.casefold().split())].append(label)
+    findings = [
+        f"{', '.join(map(repr, labels))} differ in case or blanks only, and are "
+        f"{len(labels)} labels: write them alike, unless they are meant to differ."
+        for labels in alike.values()
+        if len(labels) > 1
+    ]
+    uses = corpus.train.source.use_rows
+    if corpus.target == "multi_label" and len(np.unique(uses)) == len(uses):
+        findings.append(
+            "No text has two labels: if they are joined by another sign than a comma, "
+            "give --label-separator; otherwise leave out --multi-label."
+        )
+    return findings
+
+
 def _absent_label_findings(corpus: Corpus) -> list[str]:
-    """Return findings about labels without an example: star ratings have no class 0."""
+    """Return findings about labels without an example, such as names in --labels."""
     findings, listed = [], set()
     noun = "text" if corpus.task == "classify" else "entity"
     for name, split, cure in (
-        ("train", corpus.train, "number classes from 0, or name fewer in --labels"),
+        ("train", corpus.train, "name fewer in --labels"),
         ("dev", corpus.dev, "evaluate on more"),
     ):
-        counts = split.label_counts(len(corpus.labels))
+        counts = split.label_counts()
         pairs = zip(corpus.labels, counts, strict=True)
         absent = [label for label, n in pairs if not n and label not in listed]
         listed.update(absent)
@@ -78,21 +125,18 @@ def _absent_label_findings(corpus: Corpus) -> list[str]:
     return findings
 
 
-def _small_dev_findings(corpus: Corpus) -> list[str]:
+def _small_dev_findings(corpus: Corpus, problem: str) -> list[str]:
     """Return a finding with the confidence interval of a score on few examples."""
-    counts = corpus.dev.distinct().label_counts(len(corpus.labels))
+    counts = corpus.dev.distinct().label_counts()
     total = int(counts.sum())
-    rarest = min(np.flatnonzero(counts), key=counts.__getitem__)
     count, what = total, ""
-    score = "accuracy" if corpus.task == "classify" else "recall"
+    *nouns, score = _COUNTED[problem]
     if total >= _MIN_DEV:
+        rarest = min(np.flatnonzero(counts), key=counts.__getitem__)
         count, what = int(counts[rarest]), f" of {corpus.labels[rarest]!r}"
         score = "its recall"
         if count >= _MIN_DEV_OF_LABEL:
             return []
-    nouns = "entity", "entities"
-    if corpus.task == "classify":
-        nouns = "distinct text", "distinct texts"
     # Wilson's interval, of a share of one half: of other shares it is narrower.
     width = _Z / math.sqrt(count + _Z**2)
     few = f"dev has {format_count(count, *nouns)}{what}"

@@ -8,7 +8,7 @@ from halfstep.errors import UserError
 
 TO_PREDICT, TO_TRAIN, TENSORBOARD = "train", "train,report", "tensorboard"
 """Extras of halfstep, as pip takes them."""
-_PREDICT = ("numpy", "safetensors", "transformers")
+_PREDICT = ("datasets", "numpy", "safetensors", "transformers")
 _PACKAGES = {
     TO_PREDICT: _PREDICT,
     TO_TRAIN: (*_PREDICT, "jinja2", "matplotlib", "scikit-learn", "tomli-w"),

@@ -10,6 +10,8 @@ import os
 import shutil
 import statistics
 import time
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from halfstep.train.data_checks import data_findings
 from halfstep.train.plan import Timers
 from halfstep.train.result import RunResult, portable_model
 from halfstep.train.step_dataset import iterate_steps, padding_fraction
-from halfstep.train.tasks import EVAL_BATCH
+from halfstep.train.tasks import EVAL_BATCH, collect_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,12 +67,14 @@ def dry_run(ready: PreparedRun) -> RunResult:
     step = statistics.median(times[_WARM_UP:] or times)
     # A whole dev split can take minutes; the longest texts need the most memory.
     eval_texts = job.encoded["dev"].longest(_NUM_EVAL_TEXTS)
-    _, dev_loss = trainer.collect_outputs(eval_texts)
+    eval_job = replace(job, encoded={"dev": eval_texts})
+    dev_loss = collect_outputs(session, eval_job, "dev").loss
     params = [*network.model.parameters()]
     num_params = sum(param.numel() for param in params)
     num_trainable = sum(param.numel() for param in params if param.requires_grad)
-    # fp32 weights, and two moments of each trainable one.
+    # fp32 weights, two moments of each trainable one, and a linear model's buffers.
     size = _WEIGHT_BYTES * (num_params + 2 * num_trainable)
+    size += sum(buffer.nbytes for buffer in network.model.buffers())
     keep, free = config.keep, f"{free_bytes / 2**30:.1f} GiB are free"
     if (keep + 2) * size > free_bytes:
         raise UserError(
@@ -81,19 +85,20 @@ def dry_run(ready: PreparedRun) -> RunResult:
     corpus, lengths, batch = job.corpus, job.encoded["train"].lengths, config.batch_size
     peak = hardware.peak_memory(trainer.world.device) / 2**20
     where = "allocated by torch on the GPU of" if plan.device == "cuda" else "in"
+    duration = timedelta(seconds=round(step * total))
     eval_count = format_count(len(eval_texts), "dev text")
     epochs = format_count(plan.order.epochs, "epoch")
     first = f"loss {loss:.3f}, {skipped} of {len(times)} skipped"
     cut = f"longest {int(lengths.max())}, cut after {job.longest}"
     rows: tuple[tuple[Cell, ...], ...] = (
         ("level", f"{session.choice}: {session.choice.reason}"),
-        ("data", f"{corpus.sizes}; {format_count(len(corpus.labels), 'label')}"),
+        ("data", f"{corpus.sizes} {trainer.task.description(corpus)}"),
         ("tokens", f"median {float(np.median(lengths)):.0f}, {cut}"),
         ("padding", f"{padding_fraction(lengths, plan.order):.1%} of the last epoch"),
         ("parameters", f"{num_params / 1e6:.1f} million"),
         ("steps", f"{total} of {format_count(batch, 'text')}, in {epochs}"),
         ("a step", f"{step * 1000:.0f} ms, {batch / step:.0f} texts a second"),
-        ("training", f"{_duration(step * total)}, without evaluation"),
+        ("training", f"about {duration} h:min:s, without evaluation"),
         ("memory", f"peak so far {peak:.0f} MiB, {where} the first process"),
         ("checkpoints", f"about {size / 2**20:.0f} MiB each; {free}"),
         ("first steps", f"{first}; then {dev_loss:.3f} on {eval_count}"),
@@ -131,14 +136,6 @@ def _free_bytes(folder: RunFolder) -> int:
     return shutil.disk_usage(Path(existing)).free
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"about {hours} h {minutes} min"
-    return f"about {minutes} min {rest} s" if minutes else f"about {rest} s"
-
-
 def check_first_batch(ready: PreparedRun, weights: Mapping[str, Tensor]) -> CheckReport:
     """Run `halfstep.check` on the first batch.
 
@@ -168,6 +165,6 @@ def check_first_batch(ready: PreparedRun, weights: Mapping[str, Tensor]) -> Chec
         level=session.choice,
         policy=config.policy,
         optimizer=param_groups.make_optimizer(model, config, job.plan.lr),
-        master=config.master,
+        master=config.master_weights,
         steps=_TIMED,
     )

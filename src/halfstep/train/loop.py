@@ -11,6 +11,7 @@ import json
 import math
 import time
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,11 +19,11 @@ from torch._C._autograd import _profiler_enabled
 
 from halfstep.diagnostics.probe import Probe
 from halfstep.diagnostics.profiling.profile_step import summary, watched
-from halfstep.distributed import process_group
+from halfstep.distributed import ddp, process_group
 from halfstep.reporting.table import format_count
 from halfstep.scaling import LossScaleCollapse
-from halfstep.train import checkpointing, replay_step
-from halfstep.train.metrics import score_title
+from halfstep.train import checkpointing, replay_step, wide
+from halfstep.train.metrics import score_title, score_value
 from halfstep.train.output.progress import TensorBoardWriter
 from halfstep.train.plan import Timers, TrainJob, TrainState, lr_factor
 from halfstep.train.signals import SIGNALS, Diverged, Stopped, StopRequest
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
     from halfstep.machine.recommendation import Choice
     from halfstep.nonfinite.origin import BadOp
     from halfstep.session.session import Session
-    from halfstep.train.data.tokenized import EncodedTexts
     from halfstep.train.output.progress import Progress
     from halfstep.train.output.run_directory import RunFolder
     from halfstep.train.step_dataset import StepBatch
+    from halfstep.train.tasks import SplitOutputs, Task
 
 
 T = TypeVar("T")
@@ -71,8 +72,10 @@ class Trainer:
         self._probe: Probe | None = None
         self.state = TrainState()
         self._peak_rates = [group["lr"] for group in session.optimizer.param_groups]
-        self.seconds = dict.fromkeys(("train", "input", "evaluate", "save"), 0.0)
-        """Seconds spent by this process since its start; "train" includes "input"."""
+        parts = ("fit", "train", "input", "evaluate", "save")
+        self.seconds = dict.fromkeys(parts, 0.0)
+        """Seconds spent by this process since its start; "train" includes "input", and
+        "fit" is of a linear model."""
         self.examples = 0
         """Texts trained on by all ranks since the start, repeats counted."""
         self.tokens = 0
@@ -81,6 +84,13 @@ class Trainer:
         self._stop_signal = 0
         self._skip_watcher = replay_step.SkipWatcher()
         self._last_batch: StepBatch | None = None
+        self._linear_outputs: Tensor | None = None
+        """Logits on dev of a classifier's linear model, which does not change."""
+
+    @property
+    def task(self) -> Task:
+        """What the run learns."""
+        return TASKS[self.job.plan.config.problem]
 
     def open(self, *, tensorboard: bool, probe: str) -> None:
         """Start TensorBoard logging and the probe, if enabled."""
@@ -273,12 +283,9 @@ class Trainer:
         began = time.perf_counter()
         probe = self._probe
         with contextlib.nullcontext() if probe is None else probe.paused():
-            job = self.job
-            outputs = self.collect_outputs(job.encoded["dev"])
-            task = TASKS[job.corpus.task]
-            metrics = task.compute_metrics(job, "dev", *outputs)
+            metrics = self.task.compute_metrics(self._dev_outputs())
         self.seconds["evaluate"] += time.perf_counter() - began
-        number, name = self.state.step, job.plan.config.best_score
+        number, name = self.state.step, self.job.plan.config.best_score
         if not math.isfinite(metrics.loss):
             # The last batch has updated the weights since, so it may not fail again.
             batch = self._last_batch
@@ -294,14 +301,33 @@ class Trainer:
         self.state = process_group.broadcast_object(self.state)
         better = self.state.best_step == number
         scores = {f"dev_{key}": value for key, value in metrics.scores.items()}
-        dev_metrics = {"dev_loss": metrics.loss, **scores, "classes": metrics.classes()}
+        dev_metrics = {"dev_loss": metrics.loss, **scores, "constant": metrics.constant}
         self._log({"step": number, "event": "eval", **dev_metrics})
         self._log_lost_updates()
         self._save()
         star = " (best)" if better else ""
         values = {"loss": metrics.loss, **metrics.scores}
-        words = ", ".join(f"{score_title(key)} {values[key]:.4f}" for key in values)
-        return f"step {number}: dev {words}{star}"
+        words = ", ".join(
+            f"{score_title(key)} {score_value(key, value)}"
+            for key, value in values.items()
+        )
+        constant = f"; WARNING: the model predicts {metrics.constant} for every text"
+        return f"step {number}: dev {words}{star}{constant if metrics.constant else ''}"
+
+    def _dev_outputs(self) -> SplitOutputs:
+        """Return the outputs on dev; set how much of them is the encoder's."""
+        classifier: Any = ddp.unwrap(self.session.model)
+        if not wide.is_used(classifier, self.job.encoded["dev"]):
+            return self.collect_outputs("dev")
+        if self._linear_outputs is None:
+            classifier.share.fill_(0.0)
+            self._linear_outputs = self.collect_outputs("dev").outputs
+        classifier.share.fill_(1.0)
+        found, linear = self.collect_outputs("dev"), self._linear_outputs
+        objective: Any = self.job.steps.objective
+        parts = linear, found.outputs - linear
+        chosen = wide.choose_share(classifier, *parts, found.targets, objective.weights)
+        return replace(found, outputs=chosen)
 
     def _log_lost_updates(self) -> None:
         step = self.state.step
@@ -323,9 +349,9 @@ class Trainer:
             f"has diverged. {lower} --lr{level_hint}."
         )
 
-    def collect_outputs(self, encoded: EncodedTexts) -> tuple[Tensor, float]:
-        """Return the stored outputs of some examples, and the mean loss."""
-        return collect_outputs(self.session, self.job, encoded)
+    def collect_outputs(self, split: str) -> SplitOutputs:
+        """Return the outputs of a split, on each rank."""
+        return collect_outputs(self.session, self.job, split)
 
     def _save(self) -> None:
         began = time.perf_counter()

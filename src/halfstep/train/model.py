@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.errors import UserError
+from halfstep.train import wide
 from halfstep.train.task_progress import track
+from halfstep.train.token_features import UNSPACED, WORD_START, is_unspaced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -81,6 +83,7 @@ def build(
     outputs: Sequence[str],
     *,
     head: str,
+    config_entries: Mapping[str, Any] | None = None,
     max_length: int,
     dropout: float | None,
 ) -> Network:
@@ -91,6 +94,7 @@ def build(
         texts: The training texts; their characters are the vocabulary from scratch.
         outputs: Names of the model's outputs: classes, or tags.
         head: Suffix of the model's class name in transformers.
+        config_entries: Further entries of the model's config.
         max_length: Texts are truncated to this many tokens.
         dropout: Dropout probability. None: 0.1 from scratch, otherwise the model's.
 
@@ -100,25 +104,31 @@ def build(
     words: dict[str, Any] = {
         "id2label": dict(enumerate(outputs)),
         "label2id": {word: index for index, word in enumerate(outputs)},
+        **(config_entries or {}),
     }
     if name not in SIZES:
         return _pretrained(name, words, head, max_length, dropout)
-    import transformers
+    from halfstep.train import text_model
 
     tokenizer = character_tokenizer(texts, max_length)
     rate = DROPOUT if dropout is None else dropout
-    config = transformers.BertConfig(
-        **SIZES[name],
-        **words,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=-(-max_length // PAD_MULTIPLE) * PAD_MULTIPLE,
-        hidden_dropout_prob=rate,
-        attention_probs_dropout_prob=rate,
-        initializer_range=_INIT_STD,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = getattr(transformers, f"BertFor{head}")(config)
-    return Network(tokenizer, model, from_scratch=True)
+    words |= SIZES[name] | {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": -(-max_length // PAD_MULTIPLE) * PAD_MULTIPLE,
+        "hidden_dropout_prob": rate,
+        "attention_probs_dropout_prob": rate,
+        "initializer_range": _INIT_STD,
+        "pad_token_id": tokenizer.pad_token_id,
+        # The first transformers 5 takes no default of a subclass.
+        "type_vocab_size": text_model.TextConfig.type_vocab_size,
+    }
+    kind = getattr(text_model, f"TextFor{head}")
+    if kind is text_model.TextForSequenceClassification:
+        words["hash_bits"] = wide.hash_bits(len(outputs))
+    network = kind(text_model.TextConfig(**words))
+    tokens = sorted(vocabulary := tokenizer.get_vocab(), key=vocabulary.__getitem__)
+    network.features.set_vocabulary(tokens, len(SPECIAL_TOKENS))
+    return Network(tokenizer, network, from_scratch=True)
 
 
 def _pretrained(
@@ -127,6 +137,7 @@ def _pretrained(
     try:
         _check_folder(name)
         config = load_config(name, **words)
+        config.update(words)  # transformers ignores those it does not know
         rates = [key for key in _DROPOUTS if hasattr(config, key)]
         if dropout is not None:
             config.update(dict.fromkeys(rates, dropout))
@@ -223,6 +234,8 @@ def load_config(name: str | Path, **words: Any) -> Any:  # noqa: ANN401
     """Load a model's configuration with transformers."""
     from transformers import AutoConfig
 
+    from halfstep.train import text_model  # noqa: F401 -- registers its classes
+
     with _as_user_error(name):
         _refuse_code(name)
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **words)
@@ -269,6 +282,8 @@ def load(
         UserError: If transformers cannot load them, or only by running their code.
     """
     import transformers
+
+    from halfstep.train import text_model  # noqa: F401 -- registers its classes
 
     local = Path(name).exists()
     progress_bars = without_progress_bars() if local else contextlib.nullcontext()
@@ -344,18 +359,25 @@ def _without_load_report() -> Iterator[None]:
 def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: ANN401
     """Return a tokenizer with one token per character.
 
-    Text is normalized (NFKC, lower case) and stripped of white space, so that a
-    sentence has the same tokens with and without word boundaries.
+    Text is normalized (NFKC). A token is a character with its case, and the first one
+    of a word begins with `WORD_START`; white space beside characters of scripts that
+    are written without it is dropped. So a sentence of these has the same tokens with
+    and without word boundaries.
     """
     import tokenizers
     from tokenizers import models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
+    blank, around = (
+        tokenizers.Regex(r"\s+"),
+        tokenizers.Regex(rf"(?<=[{UNSPACED}])\s+|\s+(?=[{UNSPACED}])"),
+    )
     normalizer = normalizers.Sequence(
         [
             normalizers.NFKC(),
-            normalizers.Lowercase(),
-            normalizers.Replace(tokenizers.Regex(r"\s+"), ""),
+            normalizers.Strip(),
+            normalizers.Replace(around, ""),
+            normalizers.Replace(blank, WORD_START),
         ]
     )
     counts: Counter[str] = Counter()
@@ -368,15 +390,21 @@ def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: 
     for character, count in ascii_counts.items():
         for normal in normalizer.normalize_str(character):
             counts[normal] += count
-    characters = sorted(char for char, seen in counts.items() if seen >= _LEAST_COUNT)
-    vocabulary = {
-        token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])
-    }
-    # BPE without merges: half the time of splitting a text into words of one character.
-    core = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="[UNK]"))  # noqa: S106
+    characters = {char for char, seen in counts.items() if seen >= _LEAST_COUNT}
+    # Both cases, so that a word is known however a later text writes it.
+    cases = {case for char in characters for case in (char.lower(), char.upper())}
+    characters |= {WORD_START, *(case for case in cases if len(case) == 1)}
+    spaced = sorted(char for char in characters if not is_unspaced(char))
+    merges = [(WORD_START, char) for char in spaced if char != WORD_START]
+    tokens = [*SPECIAL_TOKENS, *sorted(characters), *map("".join, merges)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    # BPE almost without merges: half the time of splitting a text into words of one
+    # character.
+    core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="[UNK]"))  # noqa: S106
     core.normalizer = normalizer
     core.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
     )
     pad, unknown, start, end, mask = SPECIAL_TOKENS
@@ -388,4 +416,6 @@ def character_tokenizer(texts: Iterable[str], max_length: int) -> Any:  # noqa: 
         sep_token=end,
         mask_token=mask,
         model_max_length=max_length,
+        # Those of BERT, which tells the sentences of a pair apart by their type.
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )

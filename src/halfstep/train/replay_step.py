@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,10 +53,8 @@ class SkipWatcher:
             return False
         self.consecutive_skips += 1
         hopeless = not (is_dynamic and math.isfinite(record["loss"]))
-        is_due = (
-            self.consecutive_skips == (1 if hopeless else SKIPS_BEFORE_REPLAY)
-            and self.replays_left > 0
-        )
+        due_at = 1 if hopeless else SKIPS_BEFORE_REPLAY
+        is_due = self.consecutive_skips == due_at and self.replays_left > 0
         self.replays_left -= is_due
         return is_due
 
@@ -91,19 +90,16 @@ def replay(
     weight = world / batch.weight  # the session divides by the number of micro-batches
     failures: list[str] = []
 
-    def of(place: int) -> Callable[[], Tensor]:
-        def step() -> Tensor:
-            if place == 0:
-                seed()
-            return loss_of(batch.parts[place]) * batch.is_real[place] * weight
-
-        return step
+    def loss(place: int) -> Tensor:
+        if place == 0:
+            seed()
+        return loss_of(batch.parts[place]) * batch.is_real[place] * weight
 
     def search() -> BadOp | None:
         try:
             return find_nonfinite(
                 session.model,
-                [of(place) for place in range(len(batch.parts))],
+                [partial(loss, place) for place in range(len(batch.parts))],
                 scale=scale,
                 number=batch.number,
                 losses=losses,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +15,11 @@ from halfstep.masters import encoding as forms
 from halfstep.reporting.table import Table, format_count
 from halfstep.session import fsdp_checkpoint
 from halfstep.train import checkpointing
+from halfstep.train.data_checks import constant_finding
 from halfstep.train.fp32_comparison import comparison_table
 from halfstep.train.output import html_report
 from halfstep.train.output.run_directory import RunFolder, finite
 from halfstep.train.plan import resolve_config
-from halfstep.train.tasks import TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     from halfstep.train.config import TrainConfig
     from halfstep.train.loop import Trainer
     from halfstep.train.model import Network
+    from halfstep.train.tasks import SplitOutputs
 
+_CHOSEN_ON_DEV = (
+    "The thresholds of the labels were chosen on dev, so its scores are a little too "
+    "good: evaluate on other texts, such as a file test.* beside train.* and dev.*."
+)
 _MAX_FINDINGS = 3  # lines at the end of a run
 
 
@@ -95,14 +100,28 @@ def finish_run(
     best = trainer.state.best_step
     if best not in {0, trainer.state.step}:
         checkpointing.load(session, trainer.folder.checkpoint_path(best))
-    job, task = trainer.job, TASKS[config.task]
-    splits = [name for name in ("dev", "test") if len(job.encoded[name])]
-    outputs = {name: trainer.collect_outputs(job.encoded[name]) for name in splits}
-    metrics = {name: task.compute_metrics(job, name, *outputs[name]) for name in splits}
-    final = splits[-1]
-    masters = f", master weights {summary['master']}" if choice.level.masters else ""
-    tables = [metrics[final].table(f"Quality on {final}")]
+    job, task = trainer.job, trainer.task
+    outputs = _final_outputs(trainer)
+    metrics = {name: task.compute_metrics(each) for name, each in outputs.items()}
+    final = list(outputs)[-1]
+    constant = constant_finding(final, metrics[final], config)
+    data_findings = (*constant, *data_findings)
+    if outputs[final].thresholds is not None and final == "dev":
+        data_findings = (*data_findings, _CHOSEN_ON_DEV)
+    form = f", master weights {config.master_weights}" if choice.level.masters else ""
+    table = metrics[final].table(f"Quality on {final}")
     summary |= {name: one.data() for name, one in metrics.items()}
+    baseline = checkpointing.run_on_first_rank(
+        trainer.world, lambda: task.baseline(job.corpus, final)
+    )
+    lines: tuple[str, ...] = ()
+    if baseline is not None:
+        table = replace(table, notes=(*table.notes, baseline.line()))
+        scores = {"name": baseline.name, "split": final, **baseline.scores}
+        summary["baseline"] = scores
+        line = baseline.finding(metrics[final], final, summary["best_by"])
+        lines = (line,) if line else ()
+    tables = [table]
     weights = ready.full_weights()
     checkpointing.run_on_first_rank(trainer.world, lambda: _save_model(ready, weights))
     summary["peak_memory_bytes"] = hardware.peak_memory(trainer.world.device)
@@ -116,16 +135,19 @@ def finish_run(
     def write() -> None:
         report = html_report.ReportData(
             title=f"halfstep run: {job.corpus.name}",
-            lead=f"Level {choice}{masters}: {choice.reason}.",
+            lead=f"{job.corpus.sizes} {task.description(job.corpus)}. "
+            f"Level {choice}{form}: {choice.reason}.",
             settings=config.data_dict(),
             chosen=_chosen(config, plan.config),
             metrics=metrics,
-            worst_examples=task.worst_examples(job, final, outputs[final][0]),
+            worst_examples=task.worst_examples(outputs[final]),
+            loss_unit=task.loss_unit,
             against_fp32=against_fp32,
             precision=precision,
             records=folder.records(),
             summary=summary,
-            data_findings=tuple(data_findings),
+            data_findings=(*data_findings, *lines),
+            baseline=baseline,
             findings=tuple(findings),
         )
         folder.write("report.html", html_report.page(report))
@@ -139,8 +161,25 @@ def finish_run(
         against_fp32 = comparison_table(facts, choice)
         tables.append(against_fp32)
         checkpointing.run_on_first_rank(trainer.world, write)
-    lines = finding_lines(findings, folder.path)
+    lines = (*constant, *lines, *finding_lines(findings, folder.path))
     return RunResult(summary, tuple(tables), folder, trainer.examples, lines)
+
+
+def _final_outputs(trainer: Trainer) -> dict[str, SplitOutputs]:
+    """Return the outputs on dev, and on test if there are texts.
+
+    Thresholds of labels go into the model's config. They are chosen on dev, for test
+    too: chosen on test, they would make its scores too good.
+    """
+    splits = [name for name in ("dev", "test") if len(trainer.job.encoded[name])]
+    outputs = {name: trainer.collect_outputs(name) for name in splits}
+    thresholds = trainer.task.thresholds(outputs["dev"])
+    if thresholds is None:
+        return outputs
+    outputs["dev"].config.thresholds = thresholds.tolist()
+    return {
+        name: replace(each, thresholds=thresholds) for name, each in outputs.items()
+    }
 
 
 def _save_model(ready: PreparedRun, weights: Mapping[str, torch.Tensor]) -> None:
@@ -157,12 +196,13 @@ def _summary(
     config: TrainConfig, trainer: Trainer, tokenise_seconds: float
 ) -> dict[str, Any]:
     session, seconds = trainer.session, trainer.seconds
+    has_masters = session.choice.level.masters
     spent = seconds["train"]
     return {
         "task": config.task,
         "level": session.choice.level.name,
         "dtype": session.choice.format.name,
-        "master": config.master if session.choice.level.masters else forms.NONE,
+        "master_weights": config.master_weights if has_masters else forms.NONE,
         "reason": session.choice.reason,
         "steps": trainer.state.step,
         "planned_steps": trainer.job.plan.total_steps,
@@ -174,6 +214,7 @@ def _summary(
         "processes": trainer.world.size,
         "parallel": trainer.job.plan.config.parallel,
         "train_seconds": spent,
+        "fit_seconds": seconds["fit"],
         "evaluate_seconds": seconds["evaluate"],
         "save_seconds": seconds["save"],
         "tokenise_seconds": tokenise_seconds,
@@ -198,15 +239,13 @@ def _chosen(config: TrainConfig, requested: TrainConfig) -> frozenset[str]:
 @torch.no_grad()
 def portable_model(network: Network, weights: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401
     """Build an unsharded fp32 model from master weights."""
-    import transformers
-
     model: Any = network.model
-    # The trained one may be sharded: FSDP2 makes a subclass of transformers' class.
-    name = next(
-        kind.__name__
+    # The trained one may be sharded: FSDP2 makes a subclass of the model's class.
+    kind = next(
+        kind
         for kind in type(model).__mro__
-        if kind.__module__.startswith("transformers.")
+        if kind.__module__.startswith(("transformers.", "halfstep.train."))
     )
-    fp32_model = getattr(transformers, name)(model.config)
+    fp32_model = kind(model.config)
     fp32_model.load_state_dict(dict(weights))
     return fp32_model.float()

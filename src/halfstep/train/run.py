@@ -31,6 +31,7 @@ from halfstep.train import (
     param_groups,
     signals,
     tasks,
+    wide,
 )
 from halfstep.train.config import (
     MASTERS,
@@ -56,7 +57,7 @@ from halfstep.train.plan import (
 )
 from halfstep.train.result import PreparedRun, RunResult, finish_run
 from halfstep.train.signals import Stopped
-from halfstep.train.step_dataset import Objective, StepDataset, TokenMasking
+from halfstep.train.step_dataset import StepDataset, TokenMasking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -165,6 +166,7 @@ def _train(
         display.print_line(line)
     try:
         with signals.stop_on_signals(trainer.stop, trainer.world.size):
+            _fit_wide(ready)
             trainer.fit(display)
     except Stopped as stopped:
         return stopped
@@ -173,6 +175,17 @@ def _train(
         trainer.close()
     findings = (*faults, *findings)
     return finish_run(ready, findings, lambda: _compare_with_fp32(ready))
+
+
+def _fit_wide(ready: PreparedRun) -> None:
+    """Fit the linear model of a classifier that has one, before the first step."""
+    trainer, model = ready.trainer, ready.network.model
+    encoded = trainer.job.encoded
+    if wide.is_used(model, encoded["train"]) and not trainer.state.step:
+        objective: Any = trainer.job.steps.objective
+        began = time.perf_counter()
+        wide.fit(model, encoded["train"], encoded["dev"], objective.weights)
+        trainer.seconds["fit"] = time.perf_counter() - began
 
 
 def _compare_with_fp32(ready: PreparedRun) -> dict[str, Any] | None:
@@ -187,7 +200,7 @@ def _compare_with_fp32(ready: PreparedRun) -> dict[str, Any] | None:
         torch.manual_seed(config.seed)
         network, plan = build_network(config, job.corpus), job.plan
         if not choice.level.low:  # fp32 takes neither
-            own = replace(config, loss_scale="auto", master=MASTERS[0])
+            own = replace(config, loss_scale="auto", master_weights=MASTERS[0])
             plan = replace(plan, config=own)
         session, _ = _session(network, plan, choice, world)
         return Trainer(session, job, world, trainer.folder)
@@ -226,24 +239,23 @@ def _prepare_run(
 def load_corpus(config: TrainConfig) -> Corpus:
     """Read the texts of a run, and draw its dev split if there is none."""
     return load(
-        None if config.data is None else Path(config.data),
-        task=config.task,
+        config.data,
+        config.data_format,
         label_names=config.label_names,
-        limit=config.limit,
         dev_share=config.dev_share,
         seed=config.seed,
-        columns=config.columns,
     )
 
 
 def build_network(config: TrainConfig, corpus: Corpus) -> Network:
     """Build the tokenizer and the model of a run; weights are drawn from torch."""
-    task = tasks.TASKS[config.task]
+    task = tasks.TASKS[config.problem]
     return model.build(
         config.model,
         corpus.train.texts(),
         task.output_names(corpus.labels),
         head=task.head,
+        config_entries=task.config_entries(corpus.train),
         max_length=config.max_length,
         dropout=config.dropout,
     )
@@ -256,20 +268,13 @@ def make_job(
     began = time.perf_counter()
     encoded = process_group.once_per_machine(
         lambda: {
-            split: tokenized.encode_split(
-                getattr(corpus, split), network.tokenizer, config.task
-            )
+            split: tokenized.encode_split(getattr(corpus, split), network.tokenizer)
             for split in ("train", "dev", "test")
         }
     )
     tokenise_seconds = time.perf_counter() - began
     plan = resolve_plan(config, corpus, world, scratch=network.from_scratch)
-    weights = None
-    if config.balanced:
-        weights = tasks.balanced_weights(corpus.labels, encoded["train"])
-    elif config.weights is not None:
-        weights = tasks.check_class_weights(config.weights, corpus.labels)
-    objective = Objective(weights, config.label_smoothing)
+    objective = tasks.TASKS[config.problem].objective(config, corpus)
     tokenizer, masking = network.tokenizer, None
     if plan.mask_tokens:
         if tokenizer.mask_token_id is None:
@@ -298,6 +303,8 @@ def _session(
     """Return the session, and frozen parameters that 16-bit storage rounds, by name."""
     config = plan.config
     model = network.model.to(world.device).train()
+    if wide.is_part_of(model):
+        model.wide.double()  # no level rounds float64
     param_groups.freeze(model, config.frozen)
     if not config.compile:  # a compiler generates its own masks
         use_fast_dropout(model)
@@ -316,9 +323,9 @@ def _session(
         choice,
         policy=config.policy,
         loss_scale=config.loss_scale,
-        clip_grad_norm=config.clip,
+        clip_grad_norm=plan.clip,
         accumulate=config.accumulate,
-        master=config.master,
+        master=config.master_weights,
     )
     interval = lost_updates_interval(plan, choice.level)
     if interval is not None:
@@ -385,19 +392,16 @@ def _opening_lines(
     if world.size > 1:
         processes = f" on {world.size} processes, {plan.config.parallel}"
     master_weights = (
-        f", master weights {plan.config.master}" if choice.level.masters else ""
+        f", master weights {plan.config.master_weights}" if choice.level.masters else ""
     )
-    things = {
-        "classify": ("class", "classes"),
-        "ner": ("entity type", "entity types"),
-    }[corpus.task]
+    task = tasks.TASKS[plan.config.problem]
     start = f", from step {step}" if step else ""
     size, batch = num_params / 1e6, plan.order.batch_size
     steps = f"{format_count(plan.total_steps, 'step')} of {format_count(batch, 'text')}"
     lines = [
         f"level {choice}{master_weights}: {choice.reason}",
         *_load_lines(world),
-        f"{corpus.name}: {corpus.sizes} in {format_count(len(corpus.labels), *things)}",
+        f"{corpus.name}: {corpus.sizes} {task.description(corpus)}",
         f"model of {size:.1f} million parameters, {steps}{processes}{start}",
     ]
     if notes is None and network.new_weights:

@@ -1,4 +1,4 @@
-"""Builds this rank's micro-batches of each optimizer step, and defines its loss.
+"""Builds this rank's micro-batches of each optimizer step.
 
 A step depends on its number alone, so a resumed run can start in the middle of an epoch
 without iterating over what came before, and the number of workers changes nothing.
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from halfstep.train.data.entity_tags import IGNORED
 from halfstep.train.data.length_batches import epoch, share
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from halfstep.distributed.process_group import World
     from halfstep.train.data.length_batches import Indices
     from halfstep.train.data.tokenized import EncodedTexts
+    from halfstep.train.objective import Objective
 
 _MASKING_SEED = 0x9E3779B9
 """XORed into the step's seed, so that masking and dropout draw different numbers."""
@@ -74,38 +74,6 @@ class Order:
     epochs: int
     accumulate: int
     seed: int
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The training loss: cross-entropy with class weights and label smoothing.
-
-    The loss of a step is the weighted mean over the targets of the whole batch, over
-    all ranks and micro-batches, like `torch.nn.CrossEntropyLoss` on one batch.
-    """
-
-    weights: Tensor | None
-    """Weight of each output, shape (K,); None: equal weights."""
-    smoothing: float
-
-    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the losses of all targets, in fp32, shape ()."""
-        weights = None if self.weights is None else self.weights.to(logits.device)
-        return torch.nn.functional.cross_entropy(
-            logits.float().flatten(0, -2),
-            targets.flatten(),
-            weight=weights,
-            label_smoothing=self.smoothing,
-            ignore_index=IGNORED,
-            reduction="sum",
-        )
-
-    def weight(self, encoded: EncodedTexts, indices: np.ndarray) -> float:
-        """Return the sum of a batch's target weights, the divisor of its mean loss."""
-        if self.weights is None or encoded.labels is None:
-            # At least 1: a batch of texts without tokens has no targets.
-            return float(max(1, encoded.counts[indices].sum()))
-        return float(self.weights[torch.from_numpy(encoded.labels[indices])].sum())
 
 
 @dataclass(eq=False)

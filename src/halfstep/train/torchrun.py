@@ -21,17 +21,14 @@ def is_restart_of(saved: dict[str, Any] | None) -> bool:
     current = identity()
     if saved is None or saved["run_id"] != current["run_id"]:
         return False
+    names = ("TORCHELASTIC_RESTART_COUNT", "GROUP_WORLD_SIZE")
+    restarts, machines = (int(os.environ.get(name, "0")) for name in names)
     named, same_agent = current["run_id"] is not None, saved == current
-    if _env_int("TORCHELASTIC_RESTART_COUNT") > 0:
+    if restarts > 0:
         # A later launch may reuse a run id, but not across two machines.
         hosts = {str(one["agent"]).rpartition(" ")[0] for one in (saved, current)}
         return same_agent or (named and len(hosts) > 1)
-    return same_agent and named and _env_int("GROUP_WORLD_SIZE") > 1
-
-
-def _env_int(name: str) -> int:
-    """Return an integer that torchrun sets; 0 if unset."""
-    return int(os.environ.get(name, "0"))
+    return same_agent and named and machines > 1
 
 
 def identity() -> dict[str, str | None]:

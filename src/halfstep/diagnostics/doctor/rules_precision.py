@@ -117,7 +117,8 @@ def _low_and_alone(facts: RunFacts) -> bool:
     level = _level(facts)
     if facts.dtype == "fp32" or level is None:
         return facts.dtype != "fp32"
-    return level.low_weights and (not level.masters or facts.config.master == "none")
+    has_masters = level.masters and facts.config.master_weights != "none"
+    return level.low_weights and not has_masters
 
 
 RULES: Rules[RunFacts] = Rules()

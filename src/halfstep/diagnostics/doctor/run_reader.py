@@ -109,7 +109,7 @@ def _environment(
 
 def _chosen(summary: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a run has chosen where they were "auto"."""
-    names = ("level", "dtype", "master")
+    names = ("level", "dtype", "master_weights")
     return {name: str(summary[name]) for name in names if name in summary}
 
 

@@ -72,7 +72,7 @@ class Config:
     """"O0" to "O3"."""
     dtype: str | None = None
     """"fp32", "bf16" or "fp16"."""
-    master: str | None = None
+    master_weights: str | None = None
     """Encoding of the master weights; "none" without master weights."""
     loss_scale: str | None = None
     """"none", "dynamic", or a number as text."""
@@ -85,7 +85,7 @@ class Config:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Config:
         """Return the config of settings by name; "auto" is unknown."""
-        names = ("level", "dtype", "master", "loss_scale", "device", "probe")
+        names = ("level", "dtype", "master_weights", "loss_scale", "device", "probe")
         words = {name: str(data[name]) for name in names if data.get(name) is not None}
         settings = {name: word for name, word in words.items() if word != "auto"}
         return cls(**settings, accumulate=int(data.get("accumulate") or 0) or None)

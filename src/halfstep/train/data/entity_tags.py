@@ -114,10 +114,8 @@ def decode(scores: NDArray[np.float32], real: NDArray[np.bool_]) -> NDArray[np.i
         Tags, int16, shape (B, T); 0 where a token is not real.
     """
     texts, length, count = scores.shape
-    lowest = np.finfo(np.float32).min
-    gains = np.nan_to_num(scores.astype(np.float32), nan=float(lowest)).astype(
-        np.float64
-    )
+    lowest = float(np.finfo(np.float32).min)
+    gains = np.nan_to_num(scores, nan=lowest).astype(np.float64)
     # Relative to the best tag, so that the argmax sequence sums to exactly 0.
     gains -= gains.max(axis=-1, keepdims=True)
     rows, inner = np.arange(texts), np.arange(2, count, 2)

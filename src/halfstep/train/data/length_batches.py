@@ -49,6 +49,20 @@ def ordered(lengths: np.ndarray, batch_size: int) -> list[Indices]:
     return _cut(np.argsort(lengths, kind="stable")[::-1].copy(), batch_size)
 
 
+def token_batches(lengths: np.ndarray, tokens: int) -> list[Indices]:
+    """Return batches of at most so many tokens with padding, longest texts first.
+
+    A text that is longer is a batch of its own.
+    """
+    order = np.argsort(lengths, kind="stable")[::-1].copy()
+    batches = []
+    while len(order):
+        size = max(1, tokens // max(1, int(lengths[order[0]])))
+        batches.append(order[:size])
+        order = order[size:]
+    return batches
+
+
 def share(batch: Indices, lengths: np.ndarray, rank: int, world: int) -> Indices:
     """Return one rank's part of a batch, about as costly as others; perhaps empty."""
     return batch[np.argsort(lengths[batch], kind="stable")][rank::world]

@@ -13,12 +13,13 @@ from halfstep.reporting.finding import findings_table
 from halfstep.reporting.html import Chart, ConfusionMatrix, Curve, Section
 from halfstep.reporting.table import Cell, Table
 from halfstep.scaling.step_report import first_names
-from halfstep.train.metrics import EvalMetrics, score_title
+from halfstep.train.metrics import EvalMetrics, score_title, score_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from halfstep.reporting.finding import Finding
+    from halfstep.train.baseline import Baseline
 
 _PARTS = ("input", "forward", "backward", "update", "rest")
 _WARM_UP = 10  # steps that also allocate, compile and fill caches
@@ -47,6 +48,7 @@ class ReportData:
     metrics: Mapping[str, EvalMetrics]
     """By split; the last one is the final result."""
     worst_examples: Table
+    loss_unit: str
     against_fp32: Table | None
     """Time and memory of a step, in fp32 and at the level."""
     precision: Table
@@ -57,6 +59,8 @@ class ReportData:
     data_findings: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
     """Those of the doctor."""
+    baseline: Baseline | None = None
+    """A simple model's scores on the last split."""
 
     @property
     def final(self) -> tuple[str, EvalMetrics]:
@@ -68,17 +72,26 @@ def page(report: ReportData) -> str:
     """Return the report, an HTML document."""
     steps = [record for record in report.records if "event" not in record]
     evals = [record for record in report.records if record.get("event") == "eval"]
-    charts, on_gpu = _charts(steps, evals), report.settings.get("device") == "cuda"
+    charts = _charts(steps, evals, report.loss_unit)
+    on_gpu = report.settings.get("device") == "cuda"
     about = _OF_LOSS if any(chart.title == _CHART_OF_LOSS for chart in charts) else ""
     worst = report.worst_examples
     own = _cost(report.summary), _memory(report.summary, on_gpu=on_gpu)
     cost = (report.against_fp32, *(table for table in own if table.rows))
+    found = replace(findings_table(report.findings), title="")
     split, final = report.final
-    grid = ConfusionMatrix(replace(final.confusion, title=f"On {split}"), "predicted")
+    grids: tuple[ConfusionMatrix, ...] = ()
+    if final.confusion is not None:
+        confusion = replace(final.confusion, title=f"On {split}")
+        grids = (ConfusionMatrix(confusion, "predicted"),)
     sections = [
-        Section("Findings", points=report.data_findings, tables=_findings(report)),
+        Section(
+            "Findings",
+            points=report.data_findings,
+            tables=(found,) if found.rows else (),
+        ),
         Section("Quality", tables=_quality(report)),
-        Section("Confusion", confusion_matrices=(grid,)),
+        Section("Confusion", confusion_matrices=grids),
         Section("Worst mistakes", tables=(worst,) if worst.rows else ()),
         Section("Curves", about, charts=charts),
         _time(steps, on_gpu=on_gpu),
@@ -92,11 +105,6 @@ def page(report: ReportData) -> str:
     return html.page(report.title, non_empty, report.lead, _headline(report))
 
 
-def _findings(report: ReportData) -> tuple[Table, ...]:
-    table = replace(findings_table(report.findings), title="")
-    return (table,) if table.rows else ()
-
-
 def _skipped(steps: Sequence[Mapping[str, Any]]) -> Section:
     heading, skipped = "Skipped steps", [each for each in steps if each.get("skipped")]
     if not skipped:
@@ -106,8 +114,7 @@ def _skipped(steps: Sequence[Mapping[str, Any]]) -> Section:
         for step in skipped[:_MOST_SKIPS]
     )
     rest = len(skipped) - len(rows)
-    more = "more step was" if rest == 1 else "more steps were"
-    notes = (f"{rest:,} {more} skipped.",) if rest else ()
+    notes = (f"Skipped besides these: {rest:,}.",) if rest else ()
     columns = ("step", "loss scale", "gradients that were not finite")
     return Section(heading, tables=(Table("", columns, rows, notes),))
 
@@ -120,7 +127,11 @@ def _headline(report: ReportData) -> list[tuple[str, str, str]]:
         split, final = report.final
         scores = {**final.scores, "loss": final.loss}
         note = f"loss {final.loss:.4f}" if score != "loss" else ""
-        tiles.append((f"{score_title(score)} on {split}", f"{scores[score]:.4f}", note))
+        value = score_value(score, scores[score])
+        if report.baseline is not None and score in report.baseline.scores:
+            baseline = score_value(score, report.baseline.scores[score])
+            note = f"baseline {baseline}"
+        tiles.append((f"{score_title(score)} on {split}", value, note))
     if "ms" in summary.get("fp32", {}):
         facts = summary["fp32"]
         fp32_ms, ms = (facts["ms"][key] for key in ("fp32", "level"))
@@ -142,12 +153,19 @@ def _headline(report: ReportData) -> list[tuple[str, str, str]]:
 def _quality(report: ReportData) -> tuple[Table, ...]:
     """Return the scores of every split, then the per-label metrics of the last one."""
     split, final = report.final
-    columns = [_scores(one) for one in report.metrics.values()]
+    columns = {name: _scores(one) for name, one in report.metrics.items()}
+    names = [*columns[split]]
+    notes: tuple[str, ...] = ()
+    if report.baseline is not None:
+        columns[f"baseline on {split}"] = dict(report.baseline.scores)
+        notes = (f"The baseline is the {report.baseline.name}.",)
     rows: list[tuple[Cell, ...]] = [
-        (score_title(name), *(column.get(name) for column in columns))
-        for name in columns[-1]
+        (score_title(name), *(column.get(name) for column in columns.values()))
+        for name in names
     ]
-    scores = Table("Scores", ("score", *report.metrics), tuple(rows), digits=4)
+    scores = Table("Scores", ("score", *columns), tuple(rows), notes, digits=4)
+    if not final.per_class:
+        return (scores,)
     return scores, replace(final.table(f"By label, on {split}"), notes=())
 
 
@@ -162,7 +180,9 @@ def _scores(metrics: EvalMetrics) -> dict[str, float]:
 
 
 def _charts(
-    steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
+    steps: Sequence[Mapping[str, Any]],
+    evals: Sequence[Mapping[str, Any]],
+    loss_unit: str,
 ) -> tuple[Chart, ...]:
     """Return the curves with two finite values, and the loss scale if it changed.
 
@@ -194,7 +214,7 @@ def _charts(
     speed = curve("", steps, "examples_per_s", smooth=True)
     norm = curve("", steps, "grad_norm", smooth=True)
     charts = (
-        Chart(_CHART_OF_LOSS, "step", "cross-entropy, nats", loss),
+        Chart(_CHART_OF_LOSS, "step", loss_unit, loss),
         Chart("Scores on dev", "step", "score", scores),
         Chart("Learning rate", "step", "rate", (rate,)),
         Chart("Loss scale", "step", "scale", (scale,), log_y=True, step=True),
@@ -237,6 +257,7 @@ def _time(steps: Sequence[Mapping[str, Any]], *, on_gpu: bool) -> Section:
 def _cost(summary: Mapping[str, Any]) -> Table:
     titles = {
         "train_seconds": "time in training steps, s",
+        "fit_seconds": "time for fitting the linear model, s",
         "evaluate_seconds": "time in evaluations, s",
         "save_seconds": "time in writing checkpoints, s",
         "tokenise_seconds": "time for tokenizing, once, s",
@@ -267,12 +288,8 @@ def _memory(summary: Mapping[str, Any], *, on_gpu: bool) -> Table:
 
 def _settings(settings: Mapping[str, object], chosen: frozenset[str]) -> Table:
     words = {None: "none", True: "yes", False: "no"}
-    rows = tuple(
-        (
-            key,
-            words[value] if value is None or isinstance(value, bool) else str(value),
-            "the run" if key in chosen else "",
-        )
-        for key, value in settings.items()
-    )
-    return Table("", ("setting", "value", "chosen by"), rows)
+    rows: list[tuple[Cell, ...]] = []
+    for key, value in settings.items():
+        word = words[value] if value is None or isinstance(value, bool) else str(value)
+        rows.append((key, word, "the run" if key in chosen else ""))
+    return Table("", ("setting", "value", "chosen by"), tuple(rows))

@@ -8,6 +8,7 @@ the best one. Only the first rank writes, except for shards of checkpoints.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -22,7 +23,6 @@ from halfstep.errors import UserError
 from halfstep.reporting import json_fields
 from halfstep.reporting.table import write_text
 from halfstep.train import torchrun
-from halfstep.train.data import cache
 from halfstep.train.model import without_progress_bars
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ _OWN = (
     *("launch.json", "resolved.toml", "config.json"),
 )
 _SET_ASIDE = "damaged-"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 """Names of the temporary files of `write_text`."""
 
@@ -49,6 +50,26 @@ finite = partial(json_fields.plain, spell=lambda _: None)
 
 def _json_lines(records: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(finite(r), allow_nan=False) + "\n" for r in records)
+
+
+def _acquire_lock(path: Path) -> filelock.BaseFileLock | None:
+    """Create a file if needed and lock it; None if the file system has no locks.
+
+    filelock's own fallback for such network file systems is disabled: it leaves a lock
+    file behind when the process is killed.
+
+    Raises:
+        filelock.Timeout: If another process holds the lock.
+        OSError: If the file cannot be opened for writing.
+    """
+    lock = filelock.FileLock(path, timeout=0, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return lock
 
 
 class RunFolder:
@@ -123,7 +144,7 @@ class RunFolder:
         """Lock the folder against other processes; create it if needed."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = cache.acquire_lock(self.path / ".lock", timeout=0)
+            lock = _acquire_lock(self.path / ".lock")
         except filelock.Timeout:
             raise UserError(
                 f"{self.path} is in use by another program; wait for it, or stop it."
@@ -322,7 +343,9 @@ class RunFolder:
         try:
             yield
         except Exception as error:
-            reason = cache.write_fault(error)
+            reason = atomic_directory.os_reason(error)
+            if isinstance(error, atomic_directory.CheckpointWriteError):
+                reason = error.reason
             if reason is None:
                 raise
             raise UserError(
