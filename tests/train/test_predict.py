@@ -16,6 +16,8 @@ from data_files import refused
 from safetensors.torch import load_file, save_file
 from small_corpora import letters_tokenizer
 from small_training import letters, seal_again, small_settings
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -179,7 +181,16 @@ def test_precision_of_the_run(
     low = Predictor(copy, "cpu")
     assert low.precision == f"{dtype} on cpu"
     texts = ["abcabc", "defdef", "x"]
-    for one, other in zip(low.predict(texts), predictor.predict(texts), strict=True):
+    dtypes = set()
+    hook = register_module_forward_hook(
+        lambda module, _, out: (
+            dtypes.add(out.dtype) if isinstance(module, nn.Linear) else None
+        )
+    )
+    predictions = [*low.predict(texts)]
+    hook.remove()
+    assert (torch.bfloat16 in dtypes) == (dtype == "bf16")
+    for one, other in zip(predictions, predictor.predict(texts), strict=True):
         assert one["p(rain)"] == pytest.approx(other["p(rain)"], abs=0.02)
         assert one == other or dtype == "bf16"
 
